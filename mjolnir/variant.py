@@ -1,0 +1,51 @@
+"""The frozen key of one compiled decode kernel: every choice that is made before run time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+ROW_CLASSES = (8, 16, 32, 64)
+"""q rows (q_len × group) are padded to one of these; 8 is the N of one mma.sync tile."""
+
+HEAD_SIZES = (64, 128, 256)
+MAX_ROWS = ROW_CLASSES[-1]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Variant:
+    """Compile-time choices of one decode kernel. Page size, strides, lengths, scales, group, q_len and
+    causality are run-time arguments and have no place here."""
+
+    arch: str  # "sm_90a"
+    kv_format: str  # name in mjolnir.formats
+    q_dtype: str  # "bf16" or "fp16": the query as it lies in memory
+    out_dtype: str  # "bf16" or "fp16"
+    head_size: int  # 64, 128, 256
+    rows: int  # one of ROW_CLASSES
+    split: bool = True  # the merge across CTAs is compiled in
+    pdl: bool = True  # programmatic dependent launch
+    q_split: bool = False  # bf16 caches only: Q as a sum of two bf16 terms (fp16 Q, or Q times q_mul)
+    stages: int = 0  # ring depth; 0: the kernel's own choice
+    ctas_per_sm: int = 0  # 0: the kernel's own choice
+
+    @property
+    def name(self) -> str:
+        """A C identifier, unique per variant: the exported symbol and the stem of file names."""
+        flags = "".join(("_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
+        tuned = (f"_s{self.stages}" if self.stages else "") + (f"_c{self.ctas_per_sm}" if self.ctas_per_sm else "")
+        return (
+            f"decode_{self.arch}_{self.kv_format}_q{self.q_dtype}_o{self.out_dtype}"
+            f"_d{self.head_size}_r{self.rows}{flags}{tuned}"
+        )
+
+
+def rows_class(rows: int) -> int:
+    """The smallest row class that holds ``rows`` = q_len × group.
+
+    Raises:
+        ValueError: more than MAX_ROWS rows.
+    """
+    for padded in ROW_CLASSES:
+        if rows <= padded:
+            return padded
+    raise ValueError(f"q_len * group = {rows}: at most {MAX_ROWS} q rows per KV head are supported")
