@@ -1,0 +1,109 @@
+"""Argument checks that name the argument, its value and what was expected.
+
+Each returns what it checked, in the form the caller goes on with, so that a check reads as an assignment.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+
+def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
+    """``value`` as an int that is at least ``minimum``; NumPy integers are fine, bools and floats are not.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: below ``minimum``.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
+    """``value``, which must be one of ``choices``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def check_tensor(
+    name: str,
+    tensor: Any,
+    *,
+    dtype: torch.dtype | Collection[torch.dtype] | None = None,
+    ndim: int | Collection[int] | None = None,
+    shape: Sequence[int | None] | None = None,
+    device: torch.device | None = None,
+    contiguous_rows: bool = False,
+) -> torch.Tensor:
+    """``tensor``, of one of the given dtypes and ranks, of ``shape`` (None: any size), on ``device``.
+
+    ``contiguous_rows`` asks for stride 1 in the last dimension; a size of 1 may carry any stride.
+
+    Raises:
+        TypeError: not a tensor, or of another dtype.
+        ValueError: another rank, shape or device, or rows that are not contiguous.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if dtype is not None:
+        dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must have dtype {_either(dtypes)}, got {tensor.dtype}")
+    if ndim is not None:
+        ndims = (ndim,) if isinstance(ndim, int) else tuple(ndim)
+        if tensor.dim() not in ndims:
+            raise ValueError(f"{name} must have {_either(ndims)} dimensions, got shape {tuple(tensor.shape)}")
+    if shape is not None:
+        fits = tensor.dim() == len(shape)
+        fits = fits and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True))
+        if not fits:
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    if contiguous_rows and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
+    return tensor
+
+
+def scale_view(name: str, scale: Any, num_seqs: int, num_kv_heads: int) -> torch.Tensor:
+    """A descale as a (num_seqs, num_kv_heads) view of the same memory: what is shared has stride 0.
+
+    ``scale`` is fp32 and has 1 element, shape (num_kv_heads,), or shape (b, num_kv_heads) with b ≥ num_seqs, of
+    which the first num_seqs rows count. Any strides.
+
+    Raises:
+        TypeError: not a tensor, or not fp32.
+        ValueError: another shape.
+    """
+    check_tensor(name, scale, dtype=torch.float32)
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(num_seqs, num_kv_heads)
+    if scale.shape == (num_kv_heads,):
+        return scale.expand(num_seqs, num_kv_heads)
+    if scale.dim() == 2 and scale.shape[0] >= num_seqs and scale.shape[1] == num_kv_heads:
+        return scale[:num_seqs]
+    raise ValueError(
+        f"{name} must have 1 element, shape ({num_kv_heads},) or shape (at least {num_seqs}, {num_kv_heads}), "
+        f"got shape {tuple(scale.shape)}"
+    )
+
+
+def _either(options: Collection[Any]) -> str:
+    return " or ".join(map(str, options))
