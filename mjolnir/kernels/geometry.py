@@ -1,0 +1,147 @@
+"""What a variant fixes before run time: tile, ring, warps and shared memory of the decode kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mjolnir.formats import get_format
+from mjolnir.variant import Variant
+
+WARP = 32
+PLAN_TILE = 64
+"""Tokens per unit of the plan. A kernel tile divides it, so one plan serves every variant."""
+
+RING_BYTES = 64 * 1024
+"""K and V bytes in flight per CTA: two CTAs of 64 KB were 5-10 % faster than one of 192 KB on an H200."""
+
+STAGE_BYTES = 16 * 1024
+"""Largest stage: four stages, one per consumer warp, fill the ring."""
+
+MERGE_FAN_IN = 32
+"""Splits merged in one step: one lane reads the (m, l) of one split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Static sizes. A panel is the part of a K or V row that one swizzled shared-memory row holds (at most
+    128 bytes); warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
+    stage and divide the q rows)."""
+
+    head_size: int
+    rows: int
+    panel_bytes: int
+    panel_elems: int
+    panels: int
+    tile: int  # tokens per stage
+    stages: int
+    rows_per_warp: int
+    row_groups: int
+    kv_groups: int
+    ctas_per_sm: int
+    q_terms: int  # Q is a sum of this many terms in the MMA's dtype
+
+    @classmethod
+    def of(cls, variant: Variant) -> Geometry:
+        bits = get_format(variant.kv_format).bits
+        d, rows = variant.head_size, variant.rows
+        row_bytes = d * bits // 8
+        panel_bytes = min(128, row_bytes)
+        # The accumulator takes rows_per_warp * d / 32 registers a lane: 64 of them at 16 rows and d = 128.
+        rows_per_warp = 16 if rows >= 16 and d <= 128 else 8
+        row_groups = rows // rows_per_warp
+        consumers = max(4, row_groups)
+        kv_groups = consumers // row_groups
+        # S takes rows_per_warp * tile / 32 registers a lane, too many beside O at 16 rows and 64 tokens.
+        tile = min(64 if rows_per_warp == 8 else 32, STAGE_BYTES // (2 * row_bytes))
+        stages = variant.stages or max(RING_BYTES // (2 * row_bytes * tile), kv_groups)
+        if stages % kv_groups:
+            # A warp owns its stages in every round; otherwise one a round ahead would wait on a stale parity.
+            raise ValueError(f"stages = {stages}: expected a multiple of the {kv_groups} kv groups")
+        geometry = cls(
+            head_size=d,
+            rows=rows,
+            panel_bytes=panel_bytes,
+            panel_elems=panel_bytes * 8 // bits,
+            panels=row_bytes // panel_bytes,
+            tile=tile,
+            stages=stages,
+            rows_per_warp=rows_per_warp,
+            row_groups=row_groups,
+            kv_groups=kv_groups,
+            ctas_per_sm=variant.ctas_per_sm or 2,
+            q_terms=2 if variant.q_split else 1,
+        )
+        if not variant.ctas_per_sm and 2 * (geometry.smem_bytes + 1024) > 227 * 1024:
+            geometry = dataclasses.replace(geometry, ctas_per_sm=1)
+        return geometry
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.kv_groups * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        return (self.consumer_warps + 1) * WARP
+
+    @property
+    def row_tiles(self) -> int:
+        """n8 tiles of q rows per warp."""
+        return self.rows_per_warp // 8
+
+    @property
+    def kv_tile_bytes(self) -> int:
+        """K, or V, of one stage."""
+        return self.panels * self.tile * self.panel_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.kv_tile_bytes
+
+    @property
+    def q_term_bytes(self) -> int:
+        """B fragments of one n8 tile of Q, as a warp keeps them: 16 bits an element."""
+        return 8 * self.head_size * 2
+
+    @property
+    def q_frag_bytes(self) -> int:
+        return self.q_terms * self.q_term_bytes
+
+    @property
+    def exchange_stride(self) -> int:
+        """fp32 words per row of the exchange buffer: 18 words per 16 elements and an odd multiple of 4 keep the
+        two-word writes of a half warp in different banks."""
+        words = self.head_size // 16 * 18
+        return words + (4 - words) % 16
+
+    # Shared memory, in bytes from its 1024-aligned base: ring, exchange, (m, l), row scales, flag, mbarriers.
+
+    @property
+    def exchange_offset(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def ml_offset(self) -> int:
+        exchange = self.kv_groups * self.rows * self.exchange_stride * 4
+        weights = MERGE_FAN_IN * self.rows * 4
+        return self.exchange_offset + max(exchange, weights)
+
+    @property
+    def mult_offset(self) -> int:
+        return self.ml_offset + self.kv_groups * self.rows * 8
+
+    @property
+    def flag_offset(self) -> int:
+        return self.mult_offset + self.rows * 4
+
+    @property
+    def mbar_offset(self) -> int:
+        return self.flag_offset + 8
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.mbar_offset + 2 * self.stages * 8
+
+    @property
+    def partial_floats(self) -> int:
+        """fp32 words of one split's partial result in the workspace: O, then (m, l) per row."""
+        return self.rows * (self.head_size + 2)

@@ -1,0 +1,253 @@
+"""The PTX instructions the kernels are made of, one function each.
+
+Addresses are plain integers: Int64 for global memory, Int32 for shared memory. ``f16x2``/``bf16x2`` and packed
+bytes travel as Int32. Names follow the PTX ISA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+_MLIR_TYPE = {"r": T.i32, "l": T.i64, "f": T.f32}
+_DSL_TYPE: dict[str, Any] = {"r": Int32, "l": Int64, "f": Float32}
+
+
+def _asm(results: str, code: str, args: Sequence[Any] = (), kinds: str = "", side_effects: bool = False) -> Any:
+    """Inline PTX with ``results`` and ``args`` typed by one letter each: r (b32), l (b64), f (f32)."""
+    types = [_MLIR_TYPE[k]() for k in results]
+    constraints = ",".join([f"={k}" for k in results] + list(kinds))
+    if len(types) == 1:
+        result_type = types[0]
+    else:
+        result_type = llvm.StructType.get_literal(types) if types else None
+    value = llvm.inline_asm(
+        result_type,
+        [a.ir_value() for a in args],
+        code,
+        constraints,
+        has_side_effects=side_effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if not types:
+        return None
+    if len(types) == 1:
+        return _DSL_TYPE[results](value)
+    return tuple(_DSL_TYPE[k](llvm.extractvalue(t, value, [i])) for i, (k, t) in enumerate(zip(results, types, strict=True)))
+
+
+# Shared memory
+
+
+def lds64(addr: Any) -> Any:
+    return _asm("rr", "ld.shared.v2.b32 {$0,$1}, [$2];", [addr], "r", True)
+
+
+def lds128(addr: Any) -> Any:
+    return _asm("rrrr", "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
+
+
+def lds_f32(addr: Any) -> Any:
+    return _asm("f", "ld.shared.f32 $0, [$1];", [addr], "r", True)
+
+
+def lds_f32x2(addr: Any) -> Any:
+    return _asm("ff", "ld.shared.v2.f32 {$0,$1}, [$2];", [addr], "r", True)
+
+
+def lds_b32(addr: Any) -> Any:
+    return _asm("r", "ld.shared.b32 $0, [$1];", [addr], "r", True)
+
+
+def sts_f32(addr: Any, x: Any) -> None:
+    _asm("", "st.shared.f32 [$0], $1;", [addr, x], "rf", True)
+
+
+def sts_f32x2(addr: Any, x: Any, y: Any) -> None:
+    _asm("", "st.shared.v2.f32 [$0], {$1,$2};", [addr, x, y], "rff", True)
+
+
+def sts128(addr: Any, words: Sequence[Any]) -> None:
+    _asm("", "st.shared.v4.b32 [$0], {$1,$2,$3,$4};", [addr, *words], "rrrrr", True)
+
+
+def sts_b32(addr: Any, x: Any) -> None:
+    _asm("", "st.shared.b32 [$0], $1;", [addr, x], "rr", True)
+
+
+# Global memory. "cg" skips the first-level cache: for data that other CTAs of this launch write.
+
+
+def ldg128(addr: Any) -> Any:
+    return _asm("rrrr", "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+
+
+def ldg_b32(addr: Any) -> Any:
+    return _asm("r", "ld.global.b32 $0, [$1];", [addr], "l", True)
+
+
+def ldg_f32(addr: Any) -> Any:
+    return _asm("f", "ld.global.f32 $0, [$1];", [addr], "l", True)
+
+
+def ldg_f32x4(addr: Any) -> Any:
+    return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+
+
+def ldg_cg_f32x2(addr: Any) -> Any:
+    return _asm("ff", "ld.global.cg.v2.f32 {$0,$1}, [$2];", [addr], "l", True)
+
+
+def ldg_cg_f32x4(addr: Any) -> Any:
+    return _asm("ffff", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+
+
+def stg_f32(addr: Any, x: Any) -> None:
+    _asm("", "st.global.f32 [$0], $1;", [addr, x], "lf", True)
+
+
+def stg_f32x2(addr: Any, x: Any, y: Any) -> None:
+    _asm("", "st.global.v2.f32 [$0], {$1,$2};", [addr, x, y], "lff", True)
+
+
+def stg_f32x4(addr: Any, x: Sequence[Any]) -> None:
+    _asm("", "st.global.v4.f32 [$0], {$1,$2,$3,$4};", [addr, *x], "lffff", True)
+
+
+def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
+    _asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
+
+
+def atomic_inc(addr: Any, last: Any) -> Any:
+    """The old value; the counter wraps to 0 after ``last``, so it resets itself."""
+    return _asm("r", "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
+
+
+def fence_gpu() -> None:
+    _asm("", "fence.acq_rel.gpu;", side_effects=True)
+
+
+# mbarrier and TMA
+
+
+def mbarrier_init(addr: Any, count: Any) -> None:
+    _asm("", "mbarrier.init.shared::cta.b64 [$0], $1;", [addr, count], "rr", True)
+
+
+def mbarrier_arrive(addr: Any) -> None:
+    _asm("", "mbarrier.arrive.shared::cta.b64 _, [$0];", [addr], "r", True)
+
+
+def mbarrier_arrive_expect_tx(addr: Any, num_bytes: Any) -> None:
+    _asm("", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [addr, num_bytes], "rr", True)
+
+
+def mbarrier_wait(addr: Any, parity: Any) -> None:
+    """Spin until the phase of this parity has completed."""
+    code = (
+        "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+        " @done bra DONE; bra WAIT; DONE: }"
+    )
+    _asm("", code, [addr, parity], "rr", True)
+
+
+def fence_mbarrier_init() -> None:
+    _asm("", "fence.mbarrier_init.release.cluster;", side_effects=True)
+
+
+def fence_proxy_async_shared() -> None:
+    """Order this thread's ordinary shared-memory writes before the TMA's later ones."""
+    _asm("", "fence.proxy.async.shared::cta;", side_effects=True)
+
+
+def prefetch_tensormap(desc: Any) -> None:
+    _asm("", "prefetch.tensormap [$0];", [desc], "l", True)
+
+
+def tma_load_5d(dst: Any, desc: Any, coords: Sequence[Any], mbar: Any, policy: Any) -> None:
+    _asm(
+        "",
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1, {$2,$3,$4,$5,$6}], [$7], $8;",
+        [dst, desc, *coords, mbar, policy],
+        "rlrrrrrrl",
+        True,
+    )
+
+
+def tma_prefetch_5d(desc: Any, coords: Sequence[Any], policy: Any) -> None:
+    _asm(
+        "",
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile.L2::cache_hint [$0, {$1,$2,$3,$4,$5}], $6;",
+        [desc, *coords, policy],
+        "lrrrrrl",
+        True,
+    )
+
+
+# Arithmetic
+
+
+def prmt(a: Any, b: Any, selector: int) -> Any:
+    return _asm("r", f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], "rr")
+
+
+def e4m3x4_to_f16x2x2(word: Any) -> Any:
+    """Four e4m3 bytes to two f16x2, exactly: bytes 0, 1 and bytes 2, 3."""
+    code = (
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
+    )
+    return _asm("rr", code, [word], "r")
+
+
+def pack_f16x2(lo: Any, hi: Any) -> Any:
+    return _asm("r", "cvt.rn.f16x2.f32 $0, $2, $1;", [lo, hi], "ff")
+
+
+def pack_bf16x2(lo: Any, hi: Any) -> Any:
+    return _asm("r", "cvt.rn.bf16x2.f32 $0, $2, $1;", [lo, hi], "ff")
+
+
+def unpack_bf16x2(word: Any) -> Any:
+    return _asm("ff", "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", [word], "r")
+
+
+def unpack_f16x2(word: Any) -> Any:
+    code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }"
+    return _asm("ff", code, [word], "r")
+
+
+def ex2(x: Any) -> Any:
+    return _asm("f", "ex2.approx.ftz.f32 $0, $1;", [x], "f")
+
+
+def lg2(x: Any) -> Any:
+    return _asm("f", "lg2.approx.f32 $0, $1;", [x], "f")
+
+
+def float_as_int(x: Any) -> Any:
+    return _asm("r", "mov.b32 $0, $1;", [x], "f")
+
+
+def int_as_float(x: Any) -> Any:
+    return _asm("f", "mov.b32 $0, $1;", [x], "r")
+
+
+def movmatrix(a: Any) -> Any:
+    """Transpose an 8 × 8 matrix of 16-bit elements held two a lane by the warp."""
+    return _asm("r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [a], "r", True)
+
+
+def mma_m16n8k16(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], dtype: str) -> list[Any]:
+    """D = A B + C on one warp; dtype "f16" or "bf16", fp32 accumulate."""
+    code = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+        " {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
+    )
+    return list(_asm("ffff", code, [*a, *b, *c], "rrrrrrffff", True))
