@@ -23,9 +23,10 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.formats import get_format
 from mjolnir.kernels import ptx
-from mjolnir.kernels.geometry import PLAN_TILE, WARP, Geometry
+from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.split import ResultWriter
 from mjolnir.kernels.unpack import UNPACK
+from mjolnir.plan import PLAN_TILE
 from mjolnir.variant import Variant
 
 LOG2_E = 1.4426950408889634

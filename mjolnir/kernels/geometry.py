@@ -8,8 +8,6 @@ from mjolnir.formats import get_format
 from mjolnir.variant import Variant
 
 WARP = 32
-PLAN_TILE = 64
-"""Tokens per unit of the plan. A kernel tile divides it, so one plan serves every variant."""
 
 RING_BYTES = 64 * 1024
 """K and V bytes in flight per CTA: two CTAs of 64 KB were 5-10 % faster than one of 192 KB on an H200."""

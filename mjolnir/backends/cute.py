@@ -1,0 +1,195 @@
+"""The compiled-kernel backend: fixed device buffers for plans and partial results, and the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mjolnir.compiler import kernel_cache
+from mjolnir.kernels.geometry import Geometry
+from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
+from mjolnir.signature import Signature
+from mjolnir.variant import Variant, rows_class
+
+EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000
+"""L2 cache-policy operands of the bulk copies, as createpolicy.fractional makes them for a fraction of 1."""
+
+COUNTERS_PER_CTA = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A runner's launch choices; None and 0 as in ``DecodeRunner``."""
+
+    ctas_per_sm: int | None
+    max_splits: int | None
+    kv_stages: int | None
+    pdl: bool
+    l2_prefetch: int
+    kv_evict_first: bool
+    sm_count: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanBuffer:
+    """Device memory of the plans of one q_len; every plan of that q_len is written here.
+
+    The plan's rows, then two zeroed int32 counters per CTA. They reset themselves; each plan zeroes them again, so
+    that a launch that was aborted cannot spoil the next step.
+    """
+
+    device: torch.Tensor  # int32, flat
+    num_ctas: int
+
+    @property
+    def counters_ptr(self) -> int:
+        return self.device.data_ptr() + self.num_ctas * PLAN_COLUMNS * 4
+
+
+class CuteBackend:
+    """Owns what one runner keeps on its device."""
+
+    def __init__(
+        self,
+        *,
+        arch: str,
+        device: torch.device,
+        kv_format: str,
+        num_kv_heads: int,
+        head_size: int,
+        group: int,
+        out_dtype: str,
+        tuning: Tuning,
+    ) -> None:
+        self.arch, self.device, self.tuning = arch, device, tuning
+        self.kv_format, self.out_dtype = kv_format, out_dtype
+        self.num_kv_heads, self.head_size, self.group = num_kv_heads, head_size, group
+        self.sm_count = tuning.sm_count or torch.cuda.get_device_properties(device).multi_processor_count
+        self._plan_buffers: dict[int, PlanBuffer] = {}
+        self._partials: dict[int, torch.Tensor] = {}  # by row class; shared by the q_lens of one class
+
+    def variant(self, q_len: int, q_dtype: str, q_split: bool) -> Variant:
+        """The kernel for a q_len and a query dtype."""
+        tuning = self.tuning
+        return Variant(
+            arch=self.arch,
+            kv_format=self.kv_format,
+            q_dtype=q_dtype,
+            out_dtype=self.out_dtype,
+            head_size=self.head_size,
+            rows=rows_class(q_len * self.group),
+            split=tuning.max_splits != 1,
+            pdl=tuning.pdl,
+            q_split=q_split,
+            stages=tuning.kv_stages or 0,
+            ctas_per_sm=tuning.ctas_per_sm or 0,
+        )
+
+    def plan_buffer(self, q_len: int) -> PlanBuffer:
+        """The buffer of this q_len, made when first asked for; so are the partial results of its row class."""
+        buffer = self._plan_buffers.get(q_len)
+        if buffer is None:
+            geometry = Geometry.of(self.variant(q_len, "bf16", False))
+            num_ctas = self.sm_count * geometry.ctas_per_sm
+            size = num_ctas * (PLAN_COLUMNS + COUNTERS_PER_CTA)
+            buffer = PlanBuffer(torch.zeros(size, dtype=torch.int32, device=self.device), num_ctas)
+            if geometry.rows not in self._partials:
+                # A CTA leaves at most two unfinished pieces: the first and the last of its work.
+                floats = 2 * num_ctas * geometry.partial_floats if self.tuning.max_splits != 1 else 4
+                self._partials[geometry.rows] = torch.empty(floats, dtype=torch.float32, device=self.device)
+            self._plan_buffers[q_len] = buffer
+        return buffer
+
+    def upload_plan(self, seq_lens: Any, q_len: int, margin: int) -> PlanBuffer:
+        """Build a plan on the host and queue its copy on the current stream.
+
+        The pinned staging memory is new for each plan: PyTorch's pinned allocator reuses a block only once the copy
+        from it has run.
+        """
+        buffer = self.plan_buffer(q_len)
+        shape = PlanShape(buffer.num_ctas, self.num_kv_heads, self.tuning.max_splits)
+        staging = torch.empty(buffer.device.shape, dtype=torch.int32, pin_memory=True)
+        rows = buffer.num_ctas * PLAN_COLUMNS
+        host = staging.numpy()
+        host[:rows] = build_plan(np.asarray(seq_lens), shape, margin).reshape(-1)
+        host[rows:] = 0
+        buffer.device.copy_(staging, non_blocking=True)
+        return buffer
+
+    def prepare(self, signature: Signature, q_len: int, causal: bool, max_len: int, block_table_stride: int) -> Launch:
+        """The kernel and its arguments that depend on layouts but not on addresses."""
+        variant = self.variant(q_len, signature.q_dtype, self.kv_format == "bf16" and signature.needs_q_split)
+        kernel = self.obtain(variant)
+        geometry = Geometry.of(variant)
+        strides = (
+            *signature.q_strides,
+            *signature.out_strides,
+            signature.lse_stride,
+            *signature.k_strides,
+            *signature.v_strides,
+            block_table_stride,
+            *signature.k_scale_strides,
+            *signature.v_scale_strides,
+            signature.num_pages,
+            max_len,
+            signature.page_size.bit_length() - 1,
+            self.num_kv_heads,
+            self.group,
+            q_len,
+            int(causal),
+            self.tuning.l2_prefetch,
+            EVICT_FIRST if self.tuning.kv_evict_first else EVICT_NORMAL,
+        )
+        buffer = self.plan_buffer(q_len)
+        addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.rows].data_ptr())
+        return Launch(kernel, addresses, strides, buffer.num_ctas)
+
+    def obtain(self, variant: Variant) -> Callable[..., Any]:
+        """The compiled kernel.
+
+        Raises:
+            RuntimeError: it would have to be loaded or compiled while a CUDA graph is being captured.
+        """
+        cache = kernel_cache()
+        if not cache.is_compiled(variant) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"kernel {variant.name} is not compiled and a CUDA graph is being captured: "
+                "call precompile() or ensure_compiled() before the capture"
+            )
+        return cache.get(variant)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel with everything but the caller's addresses; the order is that of DecodeKernel.__call__."""
+
+    kernel: Callable[..., Any]
+    buffers: tuple[int, int, int]  # plan, counters, partial results
+    layout: tuple[int, ...]
+    grid: int
+
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        block_table: int,
+        seq_lens: int,
+        k_scale: int,
+        v_scale: int,
+        q_mul: int,
+        o_mul: int,
+        softmax_scale: float,
+        stream: int,
+    ) -> None:
+        self.kernel(
+            q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
+            *self.layout, softmax_scale, self.grid, stream,
+        )  # fmt: skip

@@ -1,0 +1,337 @@
+"""The runner: ``plan()`` once per step, ``run()`` once per layer. It imports no serving engine.
+
+    runner = DecodeRunner(num_heads=32, num_kv_heads=8, head_size=128, page_size=64,
+                          out_dtype=torch.bfloat16, max_num_seqs=256)
+    plan = runner.plan(seq_lens_host, num_seqs, 1, block_table, seq_lens)
+    for layer in layers:
+        runner.run(plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+
+from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
+from mjolnir.checks import check_choice, check_positive_int, check_tensor
+from mjolnir.formats import get_format
+from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
+from mjolnir.variant import HEAD_SIZES, MAX_ROWS
+
+logger = logging.getLogger(__name__)
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step's plan, for every layer of one KV-cache group. It points at the runner's buffers: the next plan of
+    the same q_len overwrites what this one made, and a captured CUDA graph replays whichever plan is there.
+
+    Attributes:
+        num_seqs: sequences planned; rows of later sequences are not touched.
+        q_len: query tokens per sequence.
+        causal: whether query token i of a sequence of length L sees keys 0 … L − q_len + i, or all L.
+        block_table: (≥ num_seqs, max_pages) int32, read by every run.
+        seq_lens: (≥ num_seqs,) int32, read by every run.
+    """
+
+    num_seqs: int
+    q_len: int
+    causal: bool
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    runner: DecodeRunner = dataclasses.field(repr=False)
+
+
+class DecodeRunner:
+    """Decode attention over a paged KV cache, for one shape of layer.
+
+    Args:
+        num_heads: query heads h_q, a multiple of num_kv_heads.
+        num_kv_heads: KV heads h_k.
+        head_size: d; 64, 128 or 256.
+        page_size: tokens per page; 16, 32, 64, 128 or 256.
+        out_dtype: torch.bfloat16 or torch.float16.
+        max_num_seqs: largest num_seqs of a plan.
+        max_q_len: largest q_len of a plan; max_q_len × h_q / h_k is at most 64.
+        q_mode: "bf16" keeps Q in 16 bits ("fp8" is not implemented yet).
+        kv_format: "fp8" (e4m3), "bf16" or "fp16".
+        ctas_per_sm: thread blocks per multiprocessor; None: tuned.
+        max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
+            as balance asks for.
+        kv_stages: stages of the K and V ring; None: tuned.
+        pdl: launch with programmatic stream serialization (the prologue overlaps the kernel before).
+        l2_prefetch: tiles beyond the ring to prefetch into L2; 0: none.
+        kv_evict_first: stream K and V through L2 with the evict-first policy.
+        device: a CUDA device; on "cpu", and on GPUs that the kernels do not compile for, the reference backend runs.
+        sm_count: multiprocessors to plan for; None: all of the device's.
+
+    Attributes:
+        backend: "cute" or "reference", and ``backend_reason`` says why.
+
+    A runner's buffers belong to one stream at a time; two streams or threads take two runners.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, named.
+        NotImplementedError: q_mode="fp8", or a KV format that comes later.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        page_size: int,
+        out_dtype: torch.dtype,
+        max_num_seqs: int,
+        max_q_len: int = 1,
+        q_mode: str = "bf16",
+        kv_format: str = "fp8",
+        ctas_per_sm: int | None = None,
+        max_splits: int | None = None,
+        kv_stages: int | None = None,
+        pdl: bool = True,
+        l2_prefetch: int = 0,
+        kv_evict_first: bool = True,
+        device: torch.device | str = "cuda",
+        sm_count: int | None = None,
+    ) -> None:
+        self.num_heads = check_positive_int("num_heads", num_heads)
+        self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+        self.group, rest = divmod(self.num_heads, self.num_kv_heads)
+        if rest:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
+        self.head_size = check_choice("head_size", head_size, HEAD_SIZES)
+        self.page_size = check_choice("page_size", page_size, PAGE_SIZES)
+        self.out_dtype = check_choice("out_dtype", out_dtype, tuple(DTYPE_NAMES))
+        self.max_num_seqs = check_positive_int("max_num_seqs", max_num_seqs)
+        self.max_q_len = check_positive_int("max_q_len", max_q_len)
+        if self.max_q_len * self.group > MAX_ROWS:
+            raise ValueError(
+                f"max_q_len * (num_heads / num_kv_heads) must be at most {MAX_ROWS}, got {max_q_len} * {self.group}"
+            )
+        check_choice("q_mode", q_mode, ("bf16", "fp8"))
+        if q_mode == "fp8":
+            raise NotImplementedError('q_mode="fp8" is not implemented yet; q_mode="bf16" reads bf16 and fp16 queries')
+        self.kv_format = get_format(kv_format)
+        for name, value in (("ctas_per_sm", ctas_per_sm), ("max_splits", max_splits), ("kv_stages", kv_stages),
+                            ("sm_count", sm_count)):  # fmt: skip
+            if value is not None:
+                check_positive_int(name, value)
+        check_positive_int("l2_prefetch", l2_prefetch, minimum=0)
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError(f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference')
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
+        self.backend, self.backend_reason = choose_backend(self.device)
+        self._shape = RunnerShape(
+            self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name
+        )
+        self._signatures: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
+        self._cute: Any = None
+        if self.backend == CUTE:
+            from mjolnir.backends.cute import CuteBackend, Tuning
+
+            arch = device_arch(self.device)
+            if arch is None:
+                raise RuntimeError(f"{self.device} has no kernels")  # choose_backend has ruled this out
+            self._cute = CuteBackend(
+                arch=arch,
+                device=self.device,
+                kv_format=self.kv_format.name,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                group=self.group,
+                out_dtype=DTYPE_NAMES[out_dtype],
+                tuning=Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count),
+            )
+            for q_len in range(1, self.max_q_len + 1):
+                self._cute.plan_buffer(q_len)
+        elif self.device.type == "cuda":
+            logger.warning("mjolnir runs its reference backend on %s: %s", self.device, self.backend_reason)
+
+    def plan(
+        self,
+        seq_lens_host: Any,
+        num_seqs: int,
+        q_len: int,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        margin: int = 0,
+        causal: bool = True,
+    ) -> StepPlan:
+        """Plan a step and queue the plan's copy to the device on the current stream.
+
+        Args:
+            seq_lens_host: num_seqs or more ints on the host, tokens per sequence, the new ones included. They decide
+                balance only: results follow ``seq_lens``.
+            num_seqs: sequences of the step; 0 is allowed.
+            q_len: query tokens per sequence.
+            block_table: (≥ num_seqs, max_pages) int32 on the device; entries past a sequence's last page are never
+                read.
+            seq_lens: (≥ num_seqs,) int32 on the device.
+            margin: plan every sequence this many tokens longer.
+            causal: see ``StepPlan``.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, named.
+            RuntimeError: a CUDA graph is being captured (a copy from the host would be frozen into it).
+        """
+        num_seqs = check_positive_int("num_seqs", num_seqs, minimum=0)
+        q_len = check_positive_int("q_len", q_len)
+        check_positive_int("margin", margin, minimum=0)
+        if num_seqs > self.max_num_seqs:
+            raise ValueError(f"num_seqs must be at most max_num_seqs = {self.max_num_seqs}, got {num_seqs}")
+        if q_len > self.max_q_len:
+            raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
+        check_tensor("block_table", block_table, dtype=torch.int32, ndim=2, device=self.device, contiguous_rows=True)
+        check_tensor("seq_lens", seq_lens, dtype=torch.int32, ndim=1, device=self.device, contiguous_rows=True)
+        for name, rows in (("block_table", block_table.shape[0]), ("seq_lens", seq_lens.shape[0]),
+                           ("seq_lens_host", len(seq_lens_host))):  # fmt: skip
+            if rows < num_seqs:
+                raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows}")
+        host_lens = seq_lens_host[:num_seqs]
+        if num_seqs and int(min(host_lens)) < 0:
+            raise ValueError(f"seq_lens_host must not be negative, got {int(min(host_lens))}")
+        if self._cute is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("plan() with host lengths cannot be captured in a CUDA graph; plan before each replay")
+            self._cute.upload_plan(host_lens, q_len, margin)
+        return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
+
+    def run(
+        self,
+        plan: StepPlan,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        softmax_scale: float,
+        q_mul: torch.Tensor | None = None,
+        o_mul: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of one layer, on the current stream.
+
+        Args:
+            plan: of this runner.
+            query: (tokens, h_q, d) or (tokens, h_q · d), bf16 or fp16, any token stride; token i of sequence s is row
+                s · q_len + i. Read in place where rows start at multiples of 16 bytes, else packed first.
+            out: likewise, of ``out_dtype``; rows from num_seqs · q_len on are not touched.
+            k_cache, v_cache: (pages, page_size, h_k, d) views of the format's dtype (uint8 is fine for fp8), any
+                strides that are multiples of 16 bytes, last dimension contiguous, 16-byte aligned.
+            k_scale, v_scale: fp32 descales on the device: 1 element, (h_k,) or (≥ num_seqs, h_k), any strides.
+            softmax_scale: multiplies Q · K.
+            q_mul, o_mul: (h_q, d) fp32 factors on Q before and on O after.
+            lse: (≥ tokens, h_q) fp32; receives the natural-log log-sum-exp of the scores, −inf where no key is seen.
+
+        A query token that sees no key gets O = 0.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, named.
+            RuntimeError: the kernel is not compiled and a CUDA graph is being captured.
+        """
+        if plan.runner is not self:
+            raise ValueError("plan was made by another runner")
+        if self._cute is None:
+            self._check(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+            torch_ref.decode(
+                query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
+                num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
+                kv_format=self.kv_format.name, q_mul=q_mul, o_mul=o_mul, lse=lse,
+            )  # fmt: skip
+            return
+        q_ptr, out_ptr, k_ptr, v_ptr = query.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+        q_mul_ptr = q_mul.data_ptr() if q_mul is not None else 0
+        o_mul_ptr = o_mul.data_ptr() if o_mul is not None else 0
+        # Everything that the checks, the kernel choice and the strides depend on: a hit costs a few microseconds.
+        key = (
+            plan.num_seqs, plan.q_len, plan.causal, plan.block_table.shape[1], plan.block_table.stride(0),
+            query.dtype, query.shape, query.stride(), out.dtype, out.shape, out.stride(),
+            k_cache.dtype, k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(),
+            k_scale.dtype, k_scale.shape, k_scale.stride(), v_scale.dtype, v_scale.shape, v_scale.stride(),
+            None if q_mul is None else (q_mul.dtype, q_mul.shape, q_mul.stride()),
+            None if o_mul is None else (o_mul.dtype, o_mul.shape, o_mul.stride()),
+            None if lse is None else (lse.dtype, lse.shape, lse.stride()),
+            q_ptr & 15, out_ptr & 7, (k_ptr | v_ptr | q_mul_ptr | o_mul_ptr) & 15,
+        )  # fmt: skip
+        prepared = self._signatures.get(key)
+        if prepared is None:
+            signature = self._check(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+            max_len = plan.block_table.shape[1] * self.page_size
+            launch = self._cute.prepare(signature, plan.q_len, plan.causal, max_len, plan.block_table.stride(0))
+            prepared = self._signatures[key] = (signature, launch)
+        signature, launch = prepared
+        tokens = plan.num_seqs * plan.q_len
+        target = out
+        if signature.pack_query:
+            query = query[:tokens].reshape(tokens, self.num_heads, self.head_size).contiguous()
+            q_ptr = query.data_ptr()
+        if signature.pack_out:
+            target = torch.empty(tokens, self.num_heads, self.head_size, dtype=out.dtype, device=out.device)
+            out_ptr = target.data_ptr()
+        with torch.cuda.device(self.device):
+            launch(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse.data_ptr() if lse is not None else 0,
+                plan.block_table.data_ptr(), plan.seq_lens.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr(),
+                q_mul_ptr, o_mul_ptr, softmax_scale, torch.cuda.current_stream(self.device).cuda_stream,
+            )  # fmt: skip
+        if target is not out:
+            out[:tokens].copy_(target.view(tokens, *out.shape[1:]))
+
+    def precompile(self, query_dtype: torch.dtype | None = None) -> None:
+        """Compile or load the kernels of every q_len up to max_q_len; does nothing on the reference backend.
+
+        Args:
+            query_dtype: of the queries to come; None: ``out_dtype``.
+        """
+        for q_len in range(1, self.max_q_len + 1):
+            self.ensure_compiled(q_len, query_dtype)
+
+    def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None) -> None:
+        """Compile or load the kernel of one q_len unless the process has it."""
+        if self._cute is not None:
+            self._cute.obtain(self._variant(q_len, query_dtype))
+
+    def is_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None) -> bool:
+        """Whether ``run`` can be captured now; True on the reference backend, which compiles nothing."""
+        if self._cute is None:
+            return True
+        from mjolnir.compiler import kernel_cache
+
+        return kernel_cache().is_compiled(self._variant(q_len, query_dtype))
+
+    def _variant(self, q_len: int, query_dtype: torch.dtype | None) -> Any:
+        q_len = check_positive_int("q_len", q_len)
+        if q_len > self.max_q_len:
+            raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
+        dtype = check_choice("query_dtype", query_dtype or self.out_dtype, tuple(DTYPE_NAMES))
+        q_split = self.kv_format.name == "bf16" and dtype == torch.float16
+        return self._cute.variant(q_len, DTYPE_NAMES[dtype], q_split)
+
+    def _check(
+        self,
+        plan: StepPlan,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        q_mul: torch.Tensor | None,
+        o_mul: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> Signature:
+        return Signature.check(
+            self._shape, self.device, plan.num_seqs * plan.q_len, plan.num_seqs,
+            query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse,
+        )  # fmt: skip
