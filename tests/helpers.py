@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from mjolnir.backends import torch_ref
 from mjolnir.formats import KvFormat, get_format
 from mjolnir.layouts import KVLayout, split_kv_cache
+from mjolnir.reference import decode_attention_oracle
 
 POOLS = ("separate", "separate_hnd", "layer_packed", *(layout.value for layout in KVLayout))
 """Two tensors (NHD or HND), one layer of a pool of several (B2NHD with a big page stride), or one tensor."""
@@ -152,6 +155,46 @@ def make_scale(
 
 
 SCALE_KINDS = ("one", "scalar", "head", "sequence", "expanded")
+
+
+@dataclasses.dataclass
+class Problem:
+    """One call, for the oracle and for whatever is tested against it."""
+
+    cache: PagedCache
+    query: torch.Tensor
+    q_len: int = 1
+    k_scale: torch.Tensor = dataclasses.field(default_factory=lambda: torch.ones(1))
+    v_scale: torch.Tensor = dataclasses.field(default_factory=lambda: torch.ones(1))
+    softmax_scale: float = 0.125
+    causal: bool = True
+    q_mul: torch.Tensor | None = None
+    o_mul: torch.Tensor | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.cache.seq_lens)
+
+    def arguments(self) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """What the oracle and the reference backend take alike: tensors after query (and out), and options."""
+        cache = self.cache
+        tensors = (cache.k_cache, cache.v_cache, self.k_scale, self.v_scale, cache.block_table, cache.seq_lens)
+        options = {name: getattr(self, name) for name in ("q_len", "softmax_scale", "causal", "q_mul", "o_mul")}
+        return tensors, {**options, "kv_format": cache.fmt.name}
+
+    def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors, options = self.arguments()
+        query = self.query.reshape(len(self.query), -1, self.cache.k_cache.shape[-1])
+        return decode_attention_oracle(query[: self.num_seqs * self.q_len], *tensors, **options)
+
+    def run(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """O (fp32 unless given) and LSE of the reference backend."""
+        tensors, options = self.arguments()
+        num_heads = self.query[0].numel() // self.cache.k_cache.shape[-1]
+        out = torch.full_like(self.query, torch.nan, dtype=torch.float32) if out is None else out
+        lse = torch.full((len(self.query), num_heads), torch.nan, device=out.device)
+        torch_ref.decode(self.query, out, *tensors, num_seqs=self.num_seqs, lse=lse, **options)
+        return out, lse
 
 
 def poison(shape: Sequence[int], fmt: KvFormat, gen: torch.Generator) -> torch.Tensor:

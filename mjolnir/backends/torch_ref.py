@@ -108,7 +108,7 @@ def _normalised(q: torch.Tensor, q_mul: torch.Tensor | None) -> tuple[torch.Tens
     q = q.double()
     if q_mul is not None:
         q = q * q_mul.double().unflatten(0, q.shape[2:4])
-    # An fp64 exponent: older releases of torch take 2^exponent of an integer in fp32, where that of q · q_mul overflows.
+    # An fp64 exponent: older torch takes 2^exponent of an integer in fp32, where that of q · q_mul overflows.
     exponent = torch.frexp(q.abs().amax(-1, keepdim=True)).exponent.double() + 8
     return torch.ldexp(q, -exponent).float(), exponent
 
