@@ -1,0 +1,47 @@
+"""Every environment variable that Mjolnir reads. Each is read when it is needed, not at import."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """One environment variable.
+
+    Attributes:
+        name: the variable, prefixed MJOLNIR_.
+        meaning: its values and what an unset one does, in a line (shown by ``mjolnir doctor``).
+    """
+
+    name: str
+    meaning: str
+
+    def read(self) -> str | None:
+        """The value without surrounding blanks; None where it is unset or empty."""
+        return os.environ.get(self.name, "").strip() or None
+
+
+KERNEL_CACHE = Knob(
+    "MJOLNIR_KERNEL_CACHE",
+    "folder of compiled kernels: unset = the user's cache folder, a path, or 0 = off (compile in every process)",
+)
+
+KNOBS: tuple[Knob, ...] = (KERNEL_CACHE,)
+
+
+def kernel_cache_folder() -> Path | None:
+    """The folder that MJOLNIR_KERNEL_CACHE names, absolute; None where the cache on disk is off.
+
+    A relative path counts from the current directory, and ``~`` is the home directory. Nothing is created here.
+    """
+    value = KERNEL_CACHE.read()
+    if value == "0":
+        return None
+    if value is None:
+        return Path(platformdirs.user_cache_dir("mjolnir", appauthor=False)) / "kernels"
+    return Path(os.path.abspath(os.path.expanduser(value)))
