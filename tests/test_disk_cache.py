@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import logging
@@ -201,14 +202,12 @@ def of_another_source(path: Path) -> None:
 
 
 def of_another_format(path: Path) -> None:
-    class Schema:
-        SCHEMA = key.SCHEMA + 1
-
+    """Whole, but written by a version with another SCHEMA."""
     content = entry.pack(b"\x7fELF", VARIANT, SOURCE, TOOLCHAIN, "static")
-    text = json.loads(content[4 : content.rindex(b"}") + 1]) | {"schema": Schema.SCHEMA}
-    raw = json.dumps(text).encode()
-    hashed = b"\x7fELF" + raw + len(raw).to_bytes(8, "little")
-    path.write_bytes(hashed + entry.hashlib.sha256(hashed).digest() + entry.MAGIC)
+    footer = json.loads(content[4 : content.rindex(b"}") + 1]) | {"schema": key.SCHEMA + 1}
+    text = json.dumps(footer).encode()
+    hashed = b"\x7fELF" + text + len(text).to_bytes(8, "little")
+    path.write_bytes(hashed + hashlib.sha256(hashed).digest() + entry.MAGIC)
 
 
 SPOILERS: dict[str, Callable[[Path], object]] = {
