@@ -7,7 +7,7 @@
 #                              has only CUDA builds, point pip at torch's CPU index (PIP_EXTRA_INDEX_URL) first.
 
 PYTHON ?= python3
-PROMPT ?= Why is the sky blue?
+PROMPT ?= What is gravity?
 VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)

@@ -1,0 +1,206 @@
+"""The command line: what it prints, its exit codes, and that it starts without the heavy libraries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mjolnir
+from mjolnir import catalogue, cli, doctor
+from mjolnir.compiler import CompileResult
+from mjolnir.variant import Variant
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli.app, list(args))
+
+
+def test_version_and_help():
+    assert invoke("--version").output == f"mjolnir {mjolnir.__version__}\n"
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("demo", "compile", "doctor"))
+
+
+def test_help_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys, mjolnir, mjolnir.cli\n"
+        "try: mjolnir.cli.app(['demo', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'cutlass', 'triton'} & sys.modules.keys(), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_public_names_load_on_use():
+    for name in mjolnir.__all__:
+        assert getattr(mjolnir, name) is not None
+    assert mjolnir.KVLayout.B2NHD.value == "B2NHD"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = mjolnir.nonsense
+
+
+# demo
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--device", "tpu"), "error: device must be one of auto, cpu, cuda, got 'tpu'"),
+        (("--kv-format", "fp7"), "error: kv_format must be one of fp8, bf16, fp16, got 'fp7'"),
+        (("--kv-format", "nvfp4"), "error: kv_format='nvfp4' comes later"),
+        (("--page-size", "0"), "error: page_size must be one of 16, 32, 64, 128, 256, got 0"),
+    ],
+)
+def test_demo_refuses(args, message):
+    result = invoke("demo", "Hi", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_demo_refuses_cuda_without_a_device():
+    result = invoke("demo", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch.cuda.is_available() is False" in result.stderr
+
+
+def test_demo_passes_its_options_and_prints_text_then_numbers(monkeypatch):
+    from mjolnir.demo import generate
+
+    seen = {}
+
+    def fake(prompt, *, emit, **options):
+        seen.update(options, prompt=prompt)
+        emit("Hel")
+        emit("lo\n")
+        difference = generate.Difference(max_abs=0.5, mean_abs=0.0625, kl=0.001, same_top=0.75)
+        return generate.DemoResult(
+            kv_format="fp8",
+            page_size=32,
+            device="cpu",
+            backend="reference",
+            prompt_tokens=7,
+            answer="Hello",
+            answer_tokens=2,
+            load_s=1.0,
+            prefill_s=0.5,
+            tokens_per_s=12.34,
+            cache_bytes_per_token=11520,
+            bf16_cache_bytes_per_token=23040,
+            against_bf16_cache=difference,
+            against_full_attention=None,
+        )
+
+    monkeypatch.setattr(generate, "run_demo", fake)
+    result = invoke("demo", "Say hello", "--page-size", "32", "--device", "cpu", "--max-tokens", "2")
+    assert result.exit_code == 0
+    assert seen == {
+        "prompt": "Say hello",
+        "kv_format": "fp8",
+        "page_size": 32,
+        "device": torch.device("cpu"),
+        "max_tokens": 2,
+    }
+    lines = " ".join(result.output.split())
+    assert lines.startswith("Hello tokens 7 prompt + 2 answer")
+    assert "12.3 tokens/s on cpu, backend reference" in lines
+    assert "KV cache fp8, 32 tokens per page bytes per token 11,520 (50% of bf16's 23,040)" in lines
+    assert "max |Δ| 0.500, mean 0.0625, KL 1.00e-03, same top 75.0%" in lines
+    assert "no token was decoded through the cache" in lines
+
+
+# compile
+
+
+def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
+    variants = catalogue.all_variants("sm_90a")
+    assert len({variant.name for variant in variants}) == len(variants)
+    assert {variant.kv_format for variant in variants if variant.q_split} == {"bf16"}
+    # fp8, fp16 caches: (2 q · 2 out) dtypes · 3 head sizes · 4 row classes · split or not; bf16: 3 (q, q_split) · 2 out
+    assert len(variants) == 2 * 4 * 3 * 4 * 2 + 3 * 2 * 3 * 4 * 2
+    assert Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8) in variants
+
+
+def test_compile_lists_what_patterns_name():
+    result = invoke(
+        "compile", "--list", "--arch", "sm_100a", "*_fp8_qbf16_obf16_d128_r8_*", "*_d64_r64_split_pdl_qsplit"
+    )
+    names = result.output.split()
+    assert result.exit_code == 0
+    assert "decode_sm_100a_fp8_qbf16_obf16_d128_r8_split_pdl" in names
+    assert "decode_sm_100a_fp8_qbf16_obf16_d128_r8_pdl" in names
+    assert "decode_sm_100a_bf16_qfp16_obf16_d64_r64_split_pdl_qsplit" in names
+    assert len(names) == 2 + 4
+
+
+def test_compile_refuses_a_pattern_without_a_match():
+    result = invoke("compile", "--list", "decode_sm_90a_fp7*")
+    assert result.exit_code == 2
+    assert "'decode_sm_90a_fp7*' names none of the" in result.stderr
+
+
+def test_compile_fills_the_folder_and_fails_if_any_variant_does(monkeypatch, tmp_path):
+    def fake(variants, folder, *, jobs, progress):
+        assert (folder, jobs) == (tmp_path, 3)
+        results = [
+            CompileResult(variant, 2.0, error=None if variant.split else "BuildError: no linker")
+            for variant in variants
+        ]
+        for i, result in enumerate(results, 1):
+            progress(result, i, len(results))
+        return results
+
+    monkeypatch.setattr("mjolnir.compiler.compile_to_folder", fake)
+    pattern = "decode_sm_90a_fp8_qbf16_obf16_d128_r8_*"
+    result = invoke("compile", pattern, "--out", str(tmp_path), "--jobs", "3")
+    assert result.exit_code == 1
+    assert "[1/2] decode_sm_90a_fp8_qbf16_obf16_d128_r8_split_pdl: 2.0 s" in result.output
+    assert "[2/2] decode_sm_90a_fp8_qbf16_obf16_d128_r8_pdl: BuildError: no linker" in result.output
+    assert f"1 of 2 kernels for sm_90a in {tmp_path}" in result.output
+    assert invoke("compile", pattern.replace("*", "split_pdl"), "--out", str(tmp_path), "--jobs", "3").exit_code == 0
+
+
+# doctor
+
+
+def test_doctor_reports_as_json(monkeypatch, tmp_path):
+    monkeypatch.setenv("MJOLNIR_KERNEL_CACHE", str(tmp_path / "kernels"))
+    doctor.kernel_cache.cache_clear()
+    try:
+        report = json.loads(invoke("doctor", "--json").stdout)
+    finally:
+        doctor.kernel_cache.cache_clear()
+    assert report["versions"]["mjolnir"] == mjolnir.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["backend"]["name"] and report["backend"]["reason"]
+    assert report["kernel cache"]["folder"] == str(tmp_path / "kernels")
+    assert report["kernel cache"]["state"] == "absent"
+    assert report["environment"]["MJOLNIR_KERNEL_CACHE"] == str(tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists(), "looking changes nothing"
+
+
+def test_doctor_prints_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    for word in (
+        "versions",
+        "device",
+        "backend",
+        "kernel cache",
+        "environment",
+        "MJOLNIR_KERNEL_CACHE",
+        torch.__version__,
+    ):
+        assert word in result.output
+
+
+def test_doctor_shows_packages_that_are_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-for-mjolnir"))
+    assert doctor.collect()["versions"]["no-such-package-for-mjolnir"] is None
