@@ -1,4 +1,4 @@
-"""Compile one variant with CuTe DSL. The process must run with CUTE_DSL_ARCH set to the variant's arch."""
+"""Compile one variant with CuTe DSL, on a machine with or without a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mjolnir.variant import Variant
 
 def compile_variant(variant: Variant) -> Any:
     """The compiled launch function: positional arguments as ``DecodeKernel.__call__``, exportable as an object."""
+    import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -17,8 +18,6 @@ def compile_variant(variant: Variant) -> Any:
 
     kernel = DecodeKernel(variant)
     parameters = list(inspect.signature(DecodeKernel.__call__).parameters.values())[1:-1]
-    import cutlass
-
     types = {"Int64": cutlass.Int64, "Int32": cutlass.Int32, "Float32": cutlass.Float32}
     arguments = [types[str(p.annotation)](1) for p in parameters]
-    return cute.compile(kernel, *arguments, make_fake_stream(), options="--enable-tvm-ffi")
+    return cute.compile(kernel, *arguments, make_fake_stream(), options=f"--enable-tvm-ffi --gpu-arch {variant.arch}")
