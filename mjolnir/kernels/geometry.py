@@ -15,8 +15,10 @@ RING_BYTES = 64 * 1024
 STAGE_BYTES = 16 * 1024
 """Largest stage: four stages, one per consumer warp, fill the ring."""
 
-MERGE_FAN_IN = 32
-"""Splits merged in one step: one lane reads the (m, l) of one split."""
+MERGE_FAN_IN = 64
+"""Splits merged in one step; more are merged in two, by teams of MERGE_TEAM: a step costs about 2 us of latency."""
+
+MERGE_TEAM = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +134,19 @@ class Geometry:
         return self.mult_offset + self.rows * 4
 
     @property
-    def mbar_offset(self) -> int:
+    def full_offset(self) -> int:
         return self.flag_offset + 8
 
     @property
+    def empty_offset(self) -> int:
+        return self.full_offset + self.stages * 8
+
+    @property
     def smem_bytes(self) -> int:
-        return self.mbar_offset + 2 * self.stages * 8
+        return self.empty_offset + self.stages * 8
 
     @property
     def partial_floats(self) -> int:
-        """fp32 words of one split's partial result in the workspace: O, then (m, l) per row."""
-        return self.rows * (self.head_size + 2)
+        """fp32 words of one split's partial result in the workspace: O, then
+        (m, l, mult, 0) per row."""
+        return self.rows * (self.head_size + 4)

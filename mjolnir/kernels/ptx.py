@@ -38,7 +38,9 @@ def _asm(results: str, code: str, args: Sequence[Any] = (), kinds: str = "", sid
         return None
     if len(types) == 1:
         return _DSL_TYPE[results](value)
-    return tuple(_DSL_TYPE[k](llvm.extractvalue(t, value, [i])) for i, (k, t) in enumerate(zip(results, types, strict=True)))
+    return tuple(
+        _DSL_TYPE[k](llvm.extractvalue(t, value, [i])) for i, (k, t) in enumerate(zip(results, types, strict=True))
+    )
 
 
 # Shared memory
@@ -199,10 +201,7 @@ def prmt(a: Any, b: Any, selector: int) -> Any:
 
 def e4m3x4_to_f16x2x2(word: Any) -> Any:
     """Four e4m3 bytes to two f16x2, exactly: bytes 0, 1 and bytes 2, 3."""
-    code = (
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
-        " cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
-    )
+    code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
     return _asm("rr", code, [word], "r")
 
 

@@ -1,0 +1,44 @@
+"""The run-time arguments of the decode kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import Float32, Int32, Int64
+
+
+class DecodeArgs(NamedTuple):
+    """Addresses are bytes in device memory; strides count elements. The order is that of ``DecodeKernel.__call__``,
+    which also takes what only the tensor maps need."""
+
+    q: Int64
+    out: Int64
+    lse: Int64  # 0: not wanted
+    block_table: Int64
+    seq_lens: Int64
+    plan: Int64
+    counters: Int64
+    partials: Int64
+    k_scale: Int64
+    v_scale: Int64
+    q_mul: Int64  # 0: none
+    o_mul: Int64  # 0: none
+    q_token_stride: Int64
+    q_head_stride: Int64
+    out_token_stride: Int64
+    out_head_stride: Int64
+    lse_token_stride: Int64
+    block_table_stride: Int64
+    k_scale_seq_stride: Int64
+    k_scale_head_stride: Int64
+    v_scale_seq_stride: Int64
+    v_scale_head_stride: Int64
+    max_len: Int32  # tokens that a row of the block table can name
+    log2_page: Int32
+    num_kv_heads: Int32
+    group: Int32
+    q_len: Int32
+    causal: Int32
+    l2_prefetch: Int32
+    l2_policy: Int64
+    softmax_scale: Float32

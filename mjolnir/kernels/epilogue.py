@@ -1,0 +1,135 @@
+"""The end of a piece: merge the consumer warps of the CTA, then write O, or this CTA's part of a split item.
+
+A partial result is, per q row, O, m, l and mult (see state.py); the consumer threads stand on (row, four
+neighbouring elements).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from mjolnir.kernels import ptx
+from mjolnir.kernels.args import DecodeArgs
+from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState, weight_of
+from mjolnir.variant import Variant
+
+LN_2 = 0.6931471805599453
+CONSUMER_BARRIER = 1
+
+
+class Epilogue:
+    """One consumer thread's view of the results of item (seq, head)."""
+
+    def __init__(
+        self, variant: Variant, geo: Geometry, args: DecodeArgs, smem: Any, warp: Any, lane: Any, seq: Any, head: Any
+    ):
+        self.variant, self.geo, self.args = variant, geo, args
+        self.warp, self.lane, self.seq, self.head = warp, lane, seq, head
+        self.exchange = smem + geo.exchange_offset
+        self.ml = smem + geo.ml_offset
+        self.mult = smem + geo.mult_offset
+        self.live_rows = args.q_len * args.group
+        self.threads = geo.consumer_warps * WARP
+        thread = warp * WARP + lane
+        self.element = thread % (geo.head_size // 4) * 4
+        self.first_row = thread // (geo.head_size // 4)
+        self.row_step = self.threads // (geo.head_size // 4)
+
+    def sync(self) -> None:
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
+
+    def share(self, state: SoftmaxState, mult: Any, kv_group: Any, row0: Any) -> None:
+        """This warp's O, m and l into the exchange buffer."""
+        geo = self.geo
+        g, t = self.lane // 4, self.lane % 4
+        m_tiles = geo.head_size // 16
+        for c in range(2 * geo.row_tiles):
+            n, e = c // 2, c % 2
+            total = state.l[c]
+            for step in range(3):
+                total = total + cute.arch.shuffle_sync_bfly(total, 4 << step)
+            row = row0 + n * 8 + 2 * t + e
+            slot = kv_group * geo.rows + row
+            for i in range(m_tiles):
+                at = (n * m_tiles + i) * 4 + e
+                word = slot * geo.exchange_stride + i * 18 + 2 * g
+                ptx.sts_f32x2(self.exchange + word * 4, state.acc[at], state.acc[at + 2])
+            # Every g holds the same values: eight lanes write one word.
+            ptx.sts_f32x2(self.ml + slot * 8, state.m[c], total)
+            ptx.sts_f32(self.mult + row * 4, mult[c])
+
+    def exchange_word(self) -> Any:
+        """Where ``share`` put this thread's elements: element 2 i + h of lane g's chunk."""
+        geo = self.geo
+        run = geo.panel_elems // 8
+        panel = self.element // geo.panel_elems
+        inside = self.element % geo.panel_elems
+        return (panel * (run // 2) + inside % run // 2) * 18 + inside // run * 2
+
+    @cute.jit
+    def write(self, partial_slot):
+        """Merge the warps and write: O where ``partial_slot`` is negative, else a partial result to that slot."""
+        geo = self.geo
+        self.sync()
+        word = self.exchange_word()
+        for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+            mult = ptx.lds_f32(self.mult + row * 4)
+            ms, ls = [], []
+            for group in cutlass.range_constexpr(geo.kv_groups):
+                m, l = ptx.lds_f32x2(self.ml + (group * geo.rows + row) * 8)
+                ms.append(m)
+                ls.append(l)
+            top = ms[0]
+            for group in cutlass.range_constexpr(1, geo.kv_groups):
+                top = cute.arch.fmax(top, ms[group])
+            total = Float32(0.0)
+            o = [Float32(0.0)] * 4
+            for group in cutlass.range_constexpr(geo.kv_groups):
+                weight = weight_of(ms[group], top, mult) if ms[group] != NEG_INF else Float32(0.0)
+                total = total + ls[group] * weight
+                addr = self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
+                pair = (*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4))
+                o = [a + x * weight for a, x in zip(o, pair, strict=True)]
+            if partial_slot < 0:
+                self.finish_row(row, o, top, total, mult)
+            elif cutlass.const_expr(self.variant.split):
+                self.store_partial(partial_slot, row, o, top, total, mult)
+        self.sync()
+
+    def partial_address(self, slot: Any) -> Any:
+        return self.args.partials + Int64(slot) * (self.geo.partial_floats * 4)
+
+    def stats_address(self, slot: Any, row: Any) -> Any:
+        """(m, l, mult, 0) of a row of a partial result."""
+        return self.partial_address(slot) + Int64(self.geo.rows * self.geo.head_size + row * 4) * 4
+
+    def store_partial(self, slot: Any, row: Any, o: Any, m: Any, l: Any, mult: Any) -> None:
+        ptx.stg_f32x4(self.partial_address(slot) + Int64(row * self.geo.head_size + self.element) * 4, o)
+        ptx.stg_f32x4(self.stats_address(slot, row), (m, l, mult, Float32(0.0)))
+
+    @cute.jit
+    def finish_row(self, row, o, m, l, mult):
+        """Normalise, apply v_scale and o_mul, round once, write."""
+        args = self.args
+        token = self.seq * args.q_len + row // args.group
+        head = self.head * args.group + row % args.group
+        v_factor = ptx.ldg_f32(
+            args.v_scale + (Int64(self.seq) * args.v_scale_seq_stride + Int64(self.head) * args.v_scale_head_stride) * 4
+        )
+        inverse = 1.0 / l if l > 0.0 else Float32(0.0)
+        factors = [Float32(1.0)] * 4
+        if args.o_mul != 0:
+            factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.geo.head_size + self.element) * 4))
+        o = [x * inverse * v_factor * f for x, f in zip(o, factors, strict=True)]
+        pack = ptx.pack_bf16x2 if self.variant.out_dtype == "bf16" else ptx.pack_f16x2
+        at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + Int64(self.element)
+        ptx.stg_b64(args.out + at * 2, pack(o[0], o[1]), pack(o[2], o[3]))
+        if args.lse != 0:
+            if self.element == 0:
+                value = (m * mult + (ptx.lg2(l) - P_BIAS)) * LN_2 if l > 0.0 else Float32(NEG_INF)
+                ptx.stg_f32(args.lse + (Int64(token) * args.lse_token_stride + Int64(head)) * 4, value)
