@@ -31,8 +31,9 @@ PLAN_COLUMNS = 8
 PIECE_COST = 1
 """What a piece costs beside its tiles (Q, the merge of the warps, the output), in tiles."""
 
-MIN_SHARE = 3
-"""Smallest share of a CTA, piece cost included: below two tiles a further split costs more than it saves."""
+MIN_SHARE = 5
+"""Smallest share of a CTA, piece cost included: four tiles keep a CTA's four consumer warps
+busy; below that a further split costs more than it saves."""
 
 IntArray = npt.NDArray[np.int32]
 
@@ -87,9 +88,7 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     item_start = position - offset
     first_cta = (item_start + PIECE_COST) // share
     last_cta = (item_start + item_length - 1) // share
-    plan = np.stack(
-        (seq[:-1], head[:-1], tile[:-1], seq[1:], head[1:], tile[1:], first_cta[:-1], last_cta[1:]), axis=1
-    )
+    plan = np.stack((seq[:-1], head[:-1], tile[:-1], seq[1:], head[1:], tile[1:], first_cta[:-1], last_cta[1:]), axis=1)
     return plan.astype(np.int32)
 
 

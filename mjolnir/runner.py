@@ -1,10 +1,10 @@
 """The runner: ``plan()`` once per step, ``run()`` once per layer. It imports no serving engine.
 
-    runner = DecodeRunner(num_heads=32, num_kv_heads=8, head_size=128, page_size=64,
-                          out_dtype=torch.bfloat16, max_num_seqs=256)
-    plan = runner.plan(seq_lens_host, num_seqs, 1, block_table, seq_lens)
-    for layer in layers:
-        runner.run(plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale)
+runner = DecodeRunner(num_heads=32, num_kv_heads=8, head_size=128, page_size=64,
+                      out_dtype=torch.bfloat16, max_num_seqs=256)
+plan = runner.plan(seq_lens_host, num_seqs, 1, block_table, seq_lens)
+for layer in layers:
+    runner.run(plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale)
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class DecodeRunner:
         self.device = torch.device(device)
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
-                raise ValueError(f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference')
+                raise ValueError(
+                    f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference'
+                )
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
         self.backend, self.backend_reason = choose_backend(self.device)
@@ -202,7 +204,9 @@ class DecodeRunner:
             raise ValueError(f"seq_lens_host must not be negative, got {int(min(host_lens))}")
         if self._cute is not None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("plan() with host lengths cannot be captured in a CUDA graph; plan before each replay")
+                raise RuntimeError(
+                    "plan() with host lengths cannot be captured in a CUDA graph; plan before each replay"
+                )
             self._cute.upload_plan(host_lens, q_len, margin)
         return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
 

@@ -82,9 +82,7 @@ class Signature:
             raise ValueError(f"v_cache must have as many pages as k_cache ({k_cache.shape[0]}), got {v_cache.shape[0]}")
         for name, factor in (("q_mul", q_mul), ("o_mul", o_mul)):
             if factor is not None:
-                check_tensor(
-                    name, factor, dtype=torch.float32, shape=(shape.num_heads, shape.head_size), device=device
-                )
+                check_tensor(name, factor, dtype=torch.float32, shape=(shape.num_heads, shape.head_size), device=device)
                 if not factor.is_contiguous() or factor.data_ptr() % 16:
                     raise ValueError(
                         f"{name} must be contiguous and aligned to 16 bytes, got strides {factor.stride()} at "
@@ -119,7 +117,9 @@ def _row_strides(
     multiples of ``align`` elements or are not contiguous."""
     heads, d = shape.num_heads, shape.head_size
     if tuple(t.shape[1:]) not in ((heads, d), (heads * d,)):
-        raise ValueError(f"{name} must have shape (tokens, {heads}, {d}) or (tokens, {heads * d}), got {tuple(t.shape)}")
+        raise ValueError(
+            f"{name} must have shape (tokens, {heads}, {d}) or (tokens, {heads * d}), got {tuple(t.shape)}"
+        )
     if t.shape[0] < tokens:
         raise ValueError(f"{name} must have at least num_seqs * q_len = {tokens} tokens, got {t.shape[0]}")
     token = t.stride(0) if t.shape[0] > 1 else heads * d

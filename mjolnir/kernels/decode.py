@@ -225,9 +225,9 @@ class DecodeKernel:
             tiles = (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
             left = end - begin
             token = begin + row
-            page = Int32(0)
-            if row < cutlass.min(left, Int32(geo.tile)):
-                page = ptx.ldg_b32(pages + Int64(token >> args.log2_page) * 4)
+            # Read beside the length, not after it; an entry past the sequence's end is not used.
+            column = cutlass.min(token, args.max_len - 1) >> args.log2_page
+            page = ptx.ldg_b32(pages + Int64(column) * 4)
             for _ in cutlass.range(tiles, unroll=1):
                 # The next tile's page is read while this tile waits for its stage.
                 next_page = Int32(0)

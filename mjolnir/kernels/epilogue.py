@@ -75,6 +75,7 @@ class Epilogue:
     def write(self, partial_slot):
         """Merge the warps and write: O where ``partial_slot`` is negative, else a partial result to that slot."""
         geo = self.geo
+        v_factor = self.v_factor()
         self.sync()
         word = self.exchange_word()
         for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
@@ -96,32 +97,37 @@ class Epilogue:
                 pair = (*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4))
                 o = [a + x * weight for a, x in zip(o, pair, strict=True)]
             if partial_slot < 0:
-                self.finish_row(row, o, top, total, mult)
+                self.finish_row(row, o, top, total, mult, v_factor)
             elif cutlass.const_expr(self.variant.split):
                 self.store_partial(partial_slot, row, o, top, total, mult)
         self.sync()
 
-    def partial_address(self, slot: Any) -> Any:
-        return self.args.partials + Int64(slot) * (self.geo.partial_floats * 4)
+    def values_address(self, slot: Any, row: Any) -> Any:
+        """This thread's elements of O, of a row of a partial result."""
+        word = Int64(slot) * self.geo.partial_floats + Int64(row * self.geo.head_size + self.element)
+        return self.args.partials + word * 4
 
     def stats_address(self, slot: Any, row: Any) -> Any:
         """(m, l, mult, 0) of a row of a partial result."""
-        return self.partial_address(slot) + Int64(self.geo.rows * self.geo.head_size + row * 4) * 4
+        word = Int64(slot) * self.geo.partial_floats + Int64(self.geo.rows * self.geo.head_size + row * 4)
+        return self.args.partials + word * 4
 
     def store_partial(self, slot: Any, row: Any, o: Any, m: Any, l: Any, mult: Any) -> None:
-        ptx.stg_f32x4(self.partial_address(slot) + Int64(row * self.geo.head_size + self.element) * 4, o)
+        ptx.stg_f32x4(self.values_address(slot, row), o)
         ptx.stg_f32x4(self.stats_address(slot, row), (m, l, mult, Float32(0.0)))
 
+    def v_factor(self) -> Any:
+        args = self.args
+        at = Int64(self.seq) * args.v_scale_seq_stride + Int64(self.head) * args.v_scale_head_stride
+        return ptx.ldg_f32(args.v_scale + at * 4)
+
     @cute.jit
-    def finish_row(self, row, o, m, l, mult):
+    def finish_row(self, row, o, m, l, mult, v_factor):
         """Normalise, apply v_scale and o_mul, round once, write."""
         args = self.args
         token = self.seq * args.q_len + row // args.group
         head = self.head * args.group + row % args.group
-        v_factor = ptx.ldg_f32(
-            args.v_scale + (Int64(self.seq) * args.v_scale_seq_stride + Int64(self.head) * args.v_scale_head_stride) * 4
-        )
-        inverse = 1.0 / l if l > 0.0 else Float32(0.0)
+        inverse = ptx.rcp(l) if l > 0.0 else Float32(0.0)
         factors = [Float32(1.0)] * 4
         if args.o_mul != 0:
             factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.geo.head_size + self.element) * 4))

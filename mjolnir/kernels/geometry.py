@@ -15,11 +15,6 @@ RING_BYTES = 64 * 1024
 STAGE_BYTES = 16 * 1024
 """Largest stage: four stages, one per consumer warp, fill the ring."""
 
-MERGE_FAN_IN = 64
-"""Splits merged in one step; more are merged in two, by teams of MERGE_TEAM: a step costs about 2 us of latency."""
-
-MERGE_TEAM = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -121,9 +116,7 @@ class Geometry:
 
     @property
     def ml_offset(self) -> int:
-        exchange = self.kv_groups * self.rows * self.exchange_stride * 4
-        weights = MERGE_FAN_IN * self.rows * 4
-        return self.exchange_offset + max(exchange, weights)
+        return self.exchange_offset + self.kv_groups * self.rows * self.exchange_stride * 4
 
     @property
     def mult_offset(self) -> int:

@@ -101,20 +101,12 @@ def ldg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
-def ldg_cg_f32x2(addr: Any) -> Any:
-    return _asm("ff", "ld.global.cg.v2.f32 {$0,$1}, [$2];", [addr], "l", True)
-
-
 def ldg_cg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
 def stg_f32(addr: Any, x: Any) -> None:
     _asm("", "st.global.f32 [$0], $1;", [addr, x], "lf", True)
-
-
-def stg_f32x2(addr: Any, x: Any, y: Any) -> None:
-    _asm("", "st.global.v2.f32 [$0], {$1,$2};", [addr, x, y], "lff", True)
 
 
 def stg_f32x4(addr: Any, x: Sequence[Any]) -> None:
@@ -128,10 +120,6 @@ def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
 def atomic_inc(addr: Any, last: Any) -> Any:
     """The old value; the counter wraps to 0 after ``last``, so it resets itself."""
     return _asm("r", "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
-
-
-def fence_gpu() -> None:
-    _asm("", "fence.acq_rel.gpu;", side_effects=True)
 
 
 # mbarrier and TMA
@@ -224,6 +212,10 @@ def unpack_f16x2(word: Any) -> Any:
 
 def ex2(x: Any) -> Any:
     return _asm("f", "ex2.approx.ftz.f32 $0, $1;", [x], "f")
+
+
+def rcp(x: Any) -> Any:
+    return _asm("f", "rcp.approx.ftz.f32 $0, $1;", [x], "f")
 
 
 def lg2(x: Any) -> Any:
