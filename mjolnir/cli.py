@@ -99,6 +99,7 @@ def compile_(
         Path, typer.Option(help="Folder to fill; on the GPU machine, MJOLNIR_KERNEL_CACHE names it.")
     ] = Path("mjolnir-kernels"),
     jobs: Annotated[int, typer.Option(min=1, help="Compiling processes, about 1 GiB each.")] = 2,
+    suite: Annotated[str | None, typer.Option(help="Only what this suite of `mjolnir bench` runs.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print the names and compile nothing.")] = False,
 ) -> None:
     """Compile kernels, on a machine with or without a GPU, into a folder that serves as a kernel cache."""
@@ -107,6 +108,10 @@ def compile_(
         from mjolnir.compiler import CompileResult, compile_to_folder
 
         variants = all_variants(arch)
+        if suite is not None:
+            from mjolnir.bench.suites import variants_for_suite
+
+            variants = variants_for_suite(suite, arch)
         if names:
             variants = select(variants, names)
         if list_only:
@@ -121,6 +126,49 @@ def compile_(
     failed = [result for result in results if not result.ok]
     typer.echo(f"{len(results) - len(failed)} of {len(results)} kernels for {arch} in {out}")
     if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        str, typer.Option(help="quick, core or full: mjolnir/bench/suites.py lists their shapes.")
+    ] = "core",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only shapes whose name has this shell-style pattern in it; repeatable.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="normal or hard; as the suite says without it.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File to write the rows to.")] = None,
+    budget_s: Annotated[float, typer.Option(min=0, help="Seconds after which no further shape is started.")] = 600,
+    repeat: Annotated[int, typer.Option(min=1, help="Graphs captured and timed per shape.")] = 1,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the shapes and measure nothing.")] = False,
+    ctas_per_sm: Annotated[int | None, typer.Option(help="As DecodeRunner takes it; so are the next four.")] = None,
+    kv_stages: Annotated[int | None, typer.Option()] = None,
+    l2_prefetch: Annotated[int, typer.Option()] = 0,
+    max_splits: Annotated[int | None, typer.Option()] = None,
+    pdl: Annotated[bool, typer.Option()] = True,
+) -> None:
+    """Time per call against the memory floor, L2 cold, on a GPU."""
+    with _user_errors():
+        from rich.console import Console
+
+        from mjolnir.bench.command import Options, run_bench
+        from mjolnir.bench.ours import Knobs
+        from mjolnir.bench.report import describe, render
+
+        knobs = Knobs(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch)
+        options = Options(suite, tuple(shape or ()), data, repeat, budget_s, knobs)
+        if list_only:
+            typer.echo("\n".join(candidate.name for candidate in options.shapes()))
+            return
+        report = run_bench(options, progress=lambda result: typer.echo(describe(result), err=True))
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(report.to_json(), encoding="utf-8")
+        console = Console()
+        # A log has no width: the table needs more than the default of 80.
+        (console if console.is_terminal else Console(width=200)).print(render(report))
+    if report.failures:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,83 @@
+"""The tensors of one shape, and the error of an output against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from mjolnir.bench.pool import KVPool
+from mjolnir.bench.shapes import Shape
+from mjolnir.formats import get_format
+from mjolnir.layouts import KVLayout, split_kv_cache
+from mjolnir.reference import decode_attention_oracle
+
+
+class Case:
+    """Every slot has its own K and V; page permutation, lengths and query are the same for all.
+
+    Attributes:
+        caches: per slot, K and V as (pages, page_size, heads_kv, head_dim) views in the shape's page layout.
+        block_table: int32 (num_seqs, max_pages), a random permutation of all pages, 0 past a sequence's last.
+        seq_lens: int32 (num_seqs,).
+        query: bf16 (num_seqs · q_len, heads_q, head_dim), normal.
+        one: fp32 (1,), the descale of K and of V.
+        checked: sequences that ``rel_err`` looks at, at most two: the shortest and the longest.
+    """
+
+    def __init__(self, shape: Shape, pool: KVPool) -> None:
+        self.shape, self.device = shape, pool.device
+        layout = {"NHD": KVLayout.TWO_BNHD, "HND": KVLayout.TWO_BHND}[shape.layout]
+        self.caches = [split_kv_cache(cache, layout, shape.head_dim) for cache in pool.caches(shape)]
+        pages_of = [-(-length // shape.page_size) for length in shape.lens]
+        pages = torch.randperm(shape.num_pages, generator=torch.Generator().manual_seed(3)).int()
+        self.block_table = pad_sequence(list(pages.split(pages_of)), batch_first=True).to(self.device)
+        self.seq_lens = torch.tensor(shape.lens, dtype=torch.int32, device=self.device)
+        values = torch.randn(
+            len(shape.lens) * shape.q_len,
+            shape.heads_q,
+            shape.head_dim,
+            device=self.device,
+            generator=torch.Generator(device=self.device).manual_seed(5),
+        )
+        self.query = values.bfloat16()
+        self.one = torch.ones(1, device=self.device)
+        self.softmax_scale = 1 / math.sqrt(shape.head_dim)
+        by_length = sorted(range(len(shape.lens)), key=shape.lens.__getitem__)
+        self.checked = sorted({by_length[0], by_length[-1]})
+
+    def rel_err(self, out: torch.Tensor, slot: int) -> float:
+        """The largest over the checked sequences of ‖O − oracle‖₂ / ‖oracle‖₂, for the output of one slot."""
+        q_len = self.shape.q_len
+        out = out.reshape(self.query.shape)
+        worst = 0.0
+        for seq in self.checked:
+            rows = slice(seq * q_len, (seq + 1) * q_len)
+            expected = self._oracle(seq, rows, slot)
+            worst = max(worst, ((out[rows].double() - expected).norm() / expected.norm()).item())
+        return worst
+
+    def _oracle(self, seq: int, rows: slice, slot: int) -> torch.Tensor:
+        """fp64 O of one sequence: its pages are gathered into a single large one first, since the oracle walks pages
+        one by one."""
+        length = self.shape.lens[seq]
+        pages = self.block_table[seq, : -(-length // self.shape.page_size)].long()
+        fmt = get_format(self.shape.kv_format)
+        bits = {8: torch.uint8, 16: torch.int16}[fmt.bits]  # not every operation takes fp8
+        k_cache, v_cache = (
+            cache.view(bits)[pages].flatten(0, 1).unsqueeze(0).view(fmt.storage_dtype) for cache in self.caches[slot]
+        )
+        expected, _ = decode_attention_oracle(
+            self.query[rows],
+            k_cache,
+            v_cache,
+            self.one,
+            self.one,
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([length]),
+            q_len=self.shape.q_len,
+            softmax_scale=self.softmax_scale,
+            kv_format=self.shape.kv_format,
+        )
+        return expected
