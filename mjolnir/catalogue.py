@@ -1,43 +1,81 @@
-"""The variants that a runner can ask for: what ``mjolnir compile`` builds and what CI compile-checks."""
+"""The variants that a runner asks for: what ``mjolnir compile`` builds and what CI compile-checks.
+
+A runner can ask for others: a query of another dtype than its output, its own ring depth or CTAs per SM, no PDL. Those
+compile when first used, or by their full name.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Iterable
 
 from mjolnir.formats import FORMATS
 from mjolnir.variant import HEAD_SIZES, ROW_CLASSES, Variant
 
-FLOAT_DTYPES = ("bf16", "fp16")
+QUERIES = {
+    "fp8": (("bf16", False), ("fp16", False)),
+    "bf16": (("bf16", False), ("bf16", True)),
+    "fp16": (("fp16", False),),
+}
+"""Per KV format, (dtype of Q and O, q_split). Q and O have the model's dtype, and so has a 16-bit cache; over a bf16
+cache, Q times q_mul is split in two terms."""
+
+_NAME = re.compile(
+    rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{'|'.join(FORMATS)})_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
+    rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
+    r"(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
+)
 
 
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of ``arch`` with its tuned choices (ring depth, CTAs per SM, PDL) left to the kernel."""
-    variants = []
-    for kv_format, q_dtype, out_dtype, head_size, rows, split in itertools.product(
-        FORMATS, FLOAT_DTYPES, FLOAT_DTYPES, HEAD_SIZES, ROW_CLASSES, (True, False)
-    ):
-        for q_split in _q_splits(kv_format, q_dtype):
-            variants.append(Variant(arch, kv_format, q_dtype, out_dtype, head_size, rows, split, q_split=q_split))
-    return variants
+    return [
+        Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split)
+        for kv_format in FORMATS
+        for (dtype, q_split), head_size, rows, split in itertools.product(
+            QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True, False)
+        )
+    ]
+
+
+def variant_named(name: str) -> Variant | None:
+    """The variant whose ``name`` this is, in the catalogue or not; None where it is no variant's name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return Variant(
+        arch=match["arch"],
+        kv_format=match["kv_format"],
+        q_dtype=match["q_dtype"],
+        out_dtype=match["out_dtype"],
+        head_size=int(match["head_size"]),
+        rows=int(match["rows"]),
+        split=match["split"] is not None,
+        pdl=match["pdl"] is not None,
+        q_split=match["q_split"] is not None,
+        stages=int(match["stages"] or 0),
+        ctas_per_sm=int(match["ctas_per_sm"] or 0),
+    )
 
 
 def select(variants: Iterable[Variant], patterns: Iterable[str]) -> list[Variant]:
-    """Those whose name matches any of the shell-style patterns, in their order.
+    """Those whose name matches any of the shell-style patterns, in their order; then, for a pattern that is the full
+    name of another variant of the same arch, that one.
 
     Raises:
         ValueError: a pattern matches no name.
     """
-    variants, patterns = list(variants), list(patterns)
+    variants = list(variants)
+    chosen: set[Variant] = set()
+    others: list[Variant] = []
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(variant.name, pattern) for variant in variants):
+        matching = [variant for variant in variants if fnmatch.fnmatchcase(variant.name, pattern)]
+        named = variant_named(pattern)
+        if not matching and named is not None and named.arch == variants[0].arch:
+            others.append(named)
+        elif not matching:
             raise ValueError(f"{pattern!r} names none of the {len(variants)} variants; the first is {variants[0].name}")
-    return [variant for variant in variants if any(fnmatch.fnmatchcase(variant.name, p) for p in patterns)]
-
-
-def _q_splits(kv_format: str, q_dtype: str) -> tuple[bool, ...]:
-    """A bf16 cache wants Q in bf16: fp16 queries are always split in two terms, bf16 ones where q_mul is given."""
-    if kv_format != "bf16":
-        return (False,)
-    return (True,) if q_dtype == "fp16" else (False, True)
+        chosen.update(matching)
+    return [variant for variant in variants if variant in chosen] + list(dict.fromkeys(others))

@@ -8,12 +8,16 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import mjolnir
 from mjolnir import catalogue, cli, doctor
+from mjolnir.backends import KERNEL_ARCHS
 from mjolnir.compiler import CompileResult
-from mjolnir.variant import Variant
+from mjolnir.formats import FORMATS
+from mjolnir.variant import HEAD_SIZES, ROW_CLASSES, Variant
 
 
 def invoke(*args: str):
@@ -122,9 +126,39 @@ def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
     variants = catalogue.all_variants("sm_90a")
     assert len({variant.name for variant in variants}) == len(variants)
     assert {variant.kv_format for variant in variants if variant.q_split} == {"bf16"}
-    # fp8, fp16 caches: (2 q · 2 out) dtypes · 3 head sizes · 4 row classes · split or not; bf16: 3 (q, q_split) · 2 out
-    assert len(variants) == 2 * 4 * 3 * 4 * 2 + 3 * 2 * 3 * 4 * 2
+    # fp8 with two dtypes, fp16, bf16 with q_split or not; each: 3 head sizes · 4 row classes · split or not
+    assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2
     assert Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8) in variants
+
+
+@given(
+    st.builds(
+        Variant,
+        arch=st.sampled_from(sorted(KERNEL_ARCHS.values())),
+        kv_format=st.sampled_from(sorted(FORMATS)),
+        q_dtype=st.sampled_from(["bf16", "fp16"]),
+        out_dtype=st.sampled_from(["bf16", "fp16"]),
+        head_size=st.sampled_from(HEAD_SIZES),
+        rows=st.sampled_from(ROW_CLASSES),
+        split=st.booleans(),
+        pdl=st.booleans(),
+        q_split=st.booleans(),
+        stages=st.integers(0, 64),
+        ctas_per_sm=st.integers(0, 4),
+    )
+)
+def test_a_full_name_names_any_variant(variant):
+    assert catalogue.variant_named(variant.name) == variant
+    assert variant in catalogue.select(catalogue.all_variants(variant.arch), [variant.name])
+    for wrong in (variant.name + "_", variant.name.replace("_d", "_d1"), variant.name.replace("decode", "encode")):
+        assert catalogue.variant_named(wrong) is None
+
+
+def test_a_full_name_is_of_the_arch_that_is_asked_for():
+    name = "decode_sm_90a_fp8_qbf16_obf16_d128_r8_s8"
+    assert [v.stages for v in catalogue.select(catalogue.all_variants("sm_90a"), [name, name])] == [8]
+    with pytest.raises(ValueError, match="names none of the 120 variants"):
+        catalogue.select(catalogue.all_variants("sm_100a"), [name])
 
 
 def test_compile_lists_what_patterns_name():
@@ -135,8 +169,8 @@ def test_compile_lists_what_patterns_name():
     assert result.exit_code == 0
     assert "decode_sm_100a_fp8_qbf16_obf16_d128_r8_split_pdl" in names
     assert "decode_sm_100a_fp8_qbf16_obf16_d128_r8_pdl" in names
-    assert "decode_sm_100a_bf16_qfp16_obf16_d64_r64_split_pdl_qsplit" in names
-    assert len(names) == 2 + 4
+    assert "decode_sm_100a_bf16_qbf16_obf16_d64_r64_split_pdl_qsplit" in names
+    assert len(names) == 2 + 1
 
 
 def test_compile_refuses_a_pattern_without_a_match():
