@@ -1,0 +1,118 @@
+"""What the assembler makes of the kernels: no spills, the instructions they are built on, resources that fit.
+
+The sweeps over the catalogue are slow and run by `make compile-check`. Only sm_90a has been run; for the other archs
+it is known that the same source compiles and fits, no more.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mjolnir.backends import KERNEL_ARCHS, PROVEN_ARCHS
+from mjolnir.catalogue import all_variants
+from mjolnir.compiler.build import dsl_missing_reason
+from mjolnir.compiler.inspect import KernelReport, find_cuobjdump, inspect_variant
+from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.variant import Variant
+
+pytestmark = pytest.mark.skipif(
+    bool(dsl_missing_reason()) or find_cuobjdump() is None, reason=dsl_missing_reason() or "no cuobjdump"
+)
+
+KIB = 1024
+RESERVED_SMEM = 1 * KIB  # per CTA, by the system; the cubin's static figure is just that
+SMEM_PER_SM = {"sm_90a": 228 * KIB, "sm_100a": 228 * KIB, "sm_110a": 228 * KIB, "sm_120a": 100 * KIB}
+REGISTERS_PER_PARTITION = 16 * KIB  # 4 partitions an SM; a CTA's warps go round them
+
+COMMON = (
+    "UTMALDG.5D",  # the TMA fills the ring
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT",  # and mbarriers say when
+    "MOVM.16.MT88",  # P turns in the warp
+)
+MMA = {"fp8": "HMMA.16816.F32", "fp16": "HMMA.16816.F32", "bf16": "HMMA.16816.F32.BF16"}
+MMA_DTYPE = {"fp8": "F16", "fp16": "F16", "bf16": "BF16"}
+PDL = ("ACQBULK", "PREEXIT")  # griddepcontrol.wait and .launch_dependents
+
+REPRESENTATIVES = [
+    Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8),
+    Variant("sm_90a", "fp8", "fp16", "fp16", 64, 64, split=False, pdl=False),
+    Variant("sm_90a", "bf16", "bf16", "bf16", 128, 8, q_split=True),
+]
+
+
+def name(variant: Variant) -> str:
+    return variant.name
+
+
+def once_each(arch: str) -> list[Variant]:
+    """Every format, head size and row class once, as a runner without q_mul asks for it."""
+    seen = {}
+    for variant in all_variants(arch):
+        if variant.split and not variant.q_split:
+            seen.setdefault((variant.kv_format, variant.head_size, variant.rows), variant)
+    return list(seen.values())
+
+
+@pytest.fixture(scope="module")
+def report_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Variant], KernelReport]]:
+    """Reports by variant; those of all selected tests are compiled at once, a process per core."""
+    calls = [
+        item.callspec for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
+    ]
+    wanted = dict.fromkeys(call.params["variant"] for call in calls if "variant" in call.params)
+    # A fresh interpreter for each: the DSL is not thread-safe, and its state must not reach the other tests.
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(len(wanted), os.cpu_count() or 1))
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = {variant: pool.submit(inspect_variant, variant) for variant in wanted}
+        yield lambda variant: futures[variant].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def check_resources(variant: Variant, report: KernelReport) -> None:
+    geometry = Geometry.of(variant)
+    assert report.static_smem_bytes <= RESERVED_SMEM
+    assert geometry.ctas_per_sm * (geometry.smem_bytes + RESERVED_SMEM) <= SMEM_PER_SM[variant.arch]
+    warps = -(-geometry.ctas_per_sm * geometry.threads // WARP // 4)  # of the fullest partition
+    assert warps * WARP * report.registers <= REGISTERS_PER_PARTITION
+
+
+@pytest.mark.parametrize("variant", REPRESENTATIVES, ids=name)
+def test_kernel_is_made_of_what_it_says(variant, report_of):
+    report = report_of(variant)
+    assert report.sm == 90
+    assert [function.stack_bytes for function in report.functions] == [0]
+    assert not report.spills
+    assert report.registers <= 168
+    check_resources(variant, report)
+    for instruction in (*COMMON, MMA[variant.kv_format], f"F2FP.{MMA_DTYPE[variant.kv_format]}.F32.PACK_AB"):
+        assert report.count(instruction) > 0, instruction
+    assert (report.count("F2FP.F16.E4M3.UNPACK_B") > 0) == (variant.kv_format == "fp8")
+    for instruction in PDL:
+        assert (report.count(instruction) > 0) == variant.pdl, instruction
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [v for arch in PROVEN_ARCHS for v in all_variants(arch)], ids=name)
+def test_catalogue_compiles_without_spills_and_fits(variant, report_of):
+    report = report_of(variant)
+    assert not report.spills, report.functions
+    check_resources(variant, report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant", [v for arch in KERNEL_ARCHS.values() if arch not in PROVEN_ARCHS for v in once_each(arch)], ids=name
+)
+def test_unrun_arch_compiles_and_fits(variant, report_of):
+    """Spills are let pass where nothing has been tuned: they cost time, not correctness."""
+    check_resources(variant, report_of(variant))
+
+
+def test_every_arch_has_a_memory_size():
+    assert SMEM_PER_SM.keys() == set(KERNEL_ARCHS.values())
