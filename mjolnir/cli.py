@@ -161,14 +161,32 @@ def bench(
         if list_only:
             typer.echo("\n".join(candidate.name for candidate in options.shapes()))
             return
-        report = run_bench(options, progress=lambda result: typer.echo(describe(result), err=True))
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(report.to_json(), encoding="utf-8")
+        report = run_bench(options, progress=lambda result: typer.echo(describe(result), err=True))
         console = Console()
         # A log has no width: the table needs more than the default of 80.
         (console if console.is_terminal else Console(width=200)).print(render(report))
+        if json_path is not None:
+            json_path.write_text(report.to_json(), encoding="utf-8")
     if report.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    device: Annotated[str, typer.Option(help="auto, cpu (the reference backend) or cuda.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A sixth of the matrix.")] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="File for the record: commit, device, method, tolerances, rows.")
+    ] = None,
+) -> None:
+    """Kernel against the fp64 oracle over a stated matrix; exit code 1 if any case fails."""
+    with _user_errors():
+        from mjolnir.verify.main import run_verify
+
+        passed = run_verify(_pick_device(device), quick=quick, json_path=json_path)
+    if not passed:
         raise typer.Exit(1)
 
 

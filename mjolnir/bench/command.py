@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from mjolnir.bench.results import Failure, Report, Row
 from mjolnir.bench.shapes import DATA, HARD, ROOFLINE_TB_S, Shape
 from mjolnir.bench.suites import select, suite
 from mjolnir.checks import check_choice
+from mjolnir.evidence import header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run_bench(
         progress=progress,
     )
     return Report(
-        header=_header(),
+        header=header(device),
         options=options.as_json(),
         roofline_tb_s=ROOFLINE_TB_S,
         rows=outcome.rows,
@@ -85,8 +85,3 @@ def run_bench(
         skipped=outcome.skipped,
         seconds=time.monotonic() - start,
     )
-
-
-def _header() -> dict[str, Any]:
-    """Commit, device, driver and versions."""
-    return dict(importlib.import_module("mjolnir.evidence").header())
