@@ -31,7 +31,12 @@ KERNEL_CACHE = Knob(
     "folder of compiled kernels: unset = the user's cache folder, a path, or 0 = off (compile in every process)",
 )
 
-KNOBS: tuple[Knob, ...] = (KERNEL_CACHE,)
+COMMIT = Knob(
+    "MJOLNIR_COMMIT",
+    "commit hash that results name where the package runs without its git checkout: unset = none is named",
+)
+
+KNOBS: tuple[Knob, ...] = (KERNEL_CACHE, COMMIT)
 
 
 def kernel_cache_folder() -> Path | None:
