@@ -1,19 +1,21 @@
-"""The balanced plan of one decode step: which CTA computes which tiles of which sequence and KV head.
+"""The balanced plan of one decode step: cut the step's work into rows that the CTAs of the kernel take one by one.
 
-The work of a step is laid out on one line, items (sequence, KV head) one after the other, each as long as its tiles
-of PLAN_TILE tokens plus PIECE_COST for what a piece costs beside its tiles. The line is cut into equal shares, one
-per CTA: a CTA may run several pieces, an item may span several CTAs, and the number of pieces is at most
-CTAs + items. Everything a CTA needs fits eight integers, and everything about it follows from its own position on
-the line, so a kernel can build the same plan with one thread per CTA.
+The work lies on one line, items (sequence, KV head) one after the other, each as long as its tiles of PLAN_TILE
+tokens plus PIECE_COST for what a piece costs beside its tiles. The line is cut into rows; a row may hold several
+pieces, an item may span several rows, and no length has a say in how many rows there are. CTA c starts with row c;
+whoever is done takes the next row that nobody has. Rows get smaller towards the end of the line, because CTAs are
+not equally fast: an SM's share of bandwidth depends on how many others its GPC has, 14 to 18 on an H200, and with
+equal shares the slowest ended 25 % after the fastest.
 
-A plan row, int32:
+Everything about a row follows from its position on the line, so a kernel can build the same plan with a thread per
+row. A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, unused), then per row
 
-    0 first_seq    3 end_seq     6 first_cta: CTA that begins this CTA's first item
-    1 first_head   4 end_head    7 last_cta:  CTA that ends this CTA's last item
+    0 first_seq    3 end_seq     6 first_row: row in which this row's first item begins
+    1 first_head   4 end_head    7 last_row:  row in which this row's last item ends
     2 first_tile   5 end_tile
 
-The CTA's work starts at (first_seq, first_head, first_tile) and stops before (end_seq, end_head, end_tile); the last
-piece of an item runs to the live end of its sequence, whatever was planned.
+Work starts at (first_seq, first_head, first_tile) and stops before (end_seq, end_head, end_tile); the last piece of
+an item runs to the live end of its sequence, whatever was planned.
 """
 
 from __future__ import annotations
@@ -27,15 +29,29 @@ PLAN_TILE = 64
 """Tokens per tile of the plan."""
 
 PLAN_COLUMNS = 8
+"""int32 words of the header, and of a row."""
 
 PIECE_COST = 1
 """What a piece costs beside its tiles (Q, the merge of the warps, the output), in tiles."""
 
 MIN_SHARE = 5
-"""Smallest share of a CTA, piece cost included: four tiles keep a CTA's four consumer warps
-busy; below that a further split costs more than it saves."""
+"""Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy; below that a further split
+costs more than it saves."""
 
-IntArray = npt.NDArray[np.int32]
+SHARES = ((1, 0.75), (1, 0.125), (2, 0.0625))
+"""(rows per CTA, each this part of a CTA's equal share), in the order of the line."""
+
+ROWS_PER_CTA = sum(rows for rows, _ in SHARES)
+
+DYNAMIC_ABOVE = 32
+"""Equal share in tiles from which rows get smaller towards the end; below it every CTA gets one row at most."""
+
+ALIGN_SLACK = 3
+"""Below DYNAMIC_ABOVE, rows that hold one piece each may be this much longer than equal ones: a row that ends one
+item and begins another merges twice, about 2 us more."""
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +62,21 @@ class PlanShape:
     num_kv_heads: int
     max_splits: int | None = None  # None: as many as balance asks for
 
+    @property
+    def num_rows(self) -> int:
+        return self.num_ctas * ROWS_PER_CTA
 
-def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> IntArray:
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Rows of one size: row first_row + i begins at position start + i * share."""
+
+    start: int
+    first_row: int
+    share: int
+
+
+def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> Int32Array:
     """The plan of one step, on the host.
 
     Args:
@@ -56,51 +85,86 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         margin: plan every sequence this many tokens longer.
 
     Returns:
-        (num_ctas, PLAN_COLUMNS) int32.
-
-    With ``share`` = max(ceil(total / num_ctas), MIN_SHARE), no CTA gets more than share + PIECE_COST units (tiles
-    plus PIECE_COST per piece) as long as splits are not capped.
+        (1 + shape.num_rows, PLAN_COLUMNS) int32: header and rows. A row's tiles plus PIECE_COST per piece exceed the
+        share of its segment by at most PIECE_COST, unless max_splits = 1.
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
-    tiles = np.maximum(-(-(lens + margin) // PLAN_TILE), 1)
-    length = tiles + PIECE_COST
-    heads = shape.num_kv_heads
-    seq_start = np.concatenate(([0], np.cumsum(length * heads)))
+    length = np.maximum(-(-(lens + margin) // PLAN_TILE), 1) + PIECE_COST
+    align = aligned_share(length, shape)
+    if align:
+        length = -(-length // align) * align
+    seq_start = np.concatenate(([0], np.cumsum(length * shape.num_kv_heads)))
     total = int(seq_start[-1])
-    share = max(-(-total // shape.num_ctas), MIN_SHARE)
-    if shape.max_splits is not None and shape.max_splits > 1 and len(lens):
-        # n tiles touch at most (n - 2) // share + 2 shares.
-        share = max(share, (int(tiles.max()) - 2) // (shape.max_splits - 1) + 1)
+    segments = [Segment(0, 0, align)] if align else cut_line(total, int(length.max(initial=0)), shape)
 
-    cta = np.arange(shape.num_ctas + 1, dtype=np.int64)
-    position = np.minimum(cta * share, total)
+    position = np.minimum(_row_starts(segments, shape.num_rows + 1), total)
     seq = np.searchsorted(seq_start, position, side="right") - 1
-    inside = np.minimum(seq, max(len(lens) - 1, 0))
-    item_length = length[inside] if len(lens) else np.ones_like(position)
+    item_length = np.append(length, 1)[seq]
     offset = position - seq_start[seq]
     head = offset // item_length
     offset -= head * item_length
+    plan = np.zeros((1 + shape.num_rows, PLAN_COLUMNS), dtype=np.int32)
     if shape.max_splits == 1:
-        return _whole_items(seq, head, offset, item_length, heads)
-    tile = np.maximum(offset - PIECE_COST, 0)
+        # Cuts move to the nearest boundary between items.
+        item = seq * shape.num_kv_heads + head + ((2 * offset >= item_length) & (offset > 0))
+        seq, head = item // shape.num_kv_heads, item % shape.num_kv_heads
+        tile = np.zeros_like(offset)
+    else:
+        tile = np.maximum(offset - PIECE_COST, 0)
+        # Tile k of an item lies at item_start + PIECE_COST + k, and belongs to the row it lies in.
+        item_start = position - offset
+        plan[1:, 6] = _row_of(segments, item_start + PIECE_COST)[:-1]
+        plan[1:, 7] = _row_of(segments, item_start + item_length - 1)[1:]
+    for column, values in enumerate((seq, head, tile)):
+        plan[1:, column] = values[:-1]
+        plan[1:, 3 + column] = values[1:]
+    plan[0, 0] = np.searchsorted(position, total)
+    return plan
 
-    # Tile k of an item lies at item_start + PIECE_COST + k, and belongs to the share it lies in.
-    item_start = position - offset
-    first_cta = (item_start + PIECE_COST) // share
-    last_cta = (item_start + item_length - 1) // share
-    plan = np.stack((seq[:-1], head[:-1], tile[:-1], seq[1:], head[1:], tile[1:], first_cta[:-1], last_cta[1:]), axis=1)
-    return plan.astype(np.int32)
+
+def aligned_share(length: Int64Array, shape: PlanShape) -> int:
+    """The smallest row that lets every row hold one piece, and all rows run at once; 0 where other rows serve better:
+    for long lines, or where it would be more than ALIGN_SLACK longer than an equal share."""
+    equal = max(-(-int(length.sum()) * shape.num_kv_heads // shape.num_ctas), MIN_SHARE)
+    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE:
+        return 0
+    for share in range(equal, equal + ALIGN_SLACK + 1):
+        if int((-(-length // share)).sum()) * shape.num_kv_heads <= shape.num_ctas:
+            return share
+    return 0
 
 
-def _whole_items(
-    seq: npt.NDArray[np.int64],
-    head: npt.NDArray[np.int64],
-    offset: npt.NDArray[np.int64],
-    item_length: npt.NDArray[np.int64],
-    heads: int,
-) -> IntArray:
-    """Cuts moved to the nearest boundary between items: no split at all."""
-    item = seq * heads + head + (2 * offset >= item_length) * (offset > 0)
-    seq, head = item // heads, item % heads
-    zero = np.zeros_like(seq[:-1])
-    return np.stack((seq[:-1], head[:-1], zero, seq[1:], head[1:], zero, zero, zero), axis=1).astype(np.int32)
+def cut_line(total: int, longest: int, shape: PlanShape) -> list[Segment]:
+    """The segments that cover a line of ``total``; ``longest`` is the longest item."""
+    equal = -(-total // shape.num_ctas)
+    if shape.max_splits not in (None, 1):
+        # n tiles touch at most (n - 2) // share + 2 rows of one size.
+        tiles = longest - PIECE_COST
+        return [Segment(0, 0, max(equal, MIN_SHARE, (tiles - 2) // (shape.max_splits - 1) + 1))]
+    if equal < DYNAMIC_ABOVE:
+        return [Segment(0, 0, max(equal, MIN_SHARE))]
+    segments, start, first_row = [], 0, 0
+    for rows, part in SHARES:
+        share = -(-int(total * part) // shape.num_ctas)
+        segments.append(Segment(start, first_row, share))
+        start += rows * shape.num_ctas * share
+        first_row += rows * shape.num_ctas
+    return segments
+
+
+def _row_starts(segments: list[Segment], count: int) -> Int64Array:
+    """Where rows 0 … count - 1 begin; the last segment goes on for ever."""
+    row = np.arange(count, dtype=np.int64)
+    start = np.empty_like(row)
+    for segment in segments:
+        start[segment.first_row :] = segment.start + (row[segment.first_row :] - segment.first_row) * segment.share
+    return start
+
+
+def _row_of(segments: list[Segment], position: Int64Array) -> Int64Array:
+    """The row that a position lies in."""
+    row = np.zeros_like(position)
+    for segment in segments:
+        here = segment.first_row + (position - segment.start) // segment.share
+        row = np.where(position >= segment.start, here, row)
+    return row

@@ -19,7 +19,7 @@ EVICT_FIRST = 0x12F0000000000000
 EVICT_NORMAL = 0x1000000000000000
 """L2 cache-policy operands of the bulk copies, as createpolicy.fractional makes them for a fraction of 1."""
 
-COUNTERS_PER_CTA = 2
+COUNTERS_PER_ROW = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,21 @@ class Tuning:
 class PlanBuffer:
     """Device memory of the plans of one q_len; every plan of that q_len is written here.
 
-    The plan's rows, then two zeroed int32 counters per CTA. They reset themselves; each plan zeroes them again, so
+    Header and rows, then two zeroed int32 counters per row. They reset themselves; each plan zeroes them again, so
     that a launch that was aborted cannot spoil the next step.
     """
 
     device: torch.Tensor  # int32, flat
-    num_ctas: int
+    shape: PlanShape
+
+    @classmethod
+    def make(cls, shape: PlanShape, device: torch.device) -> PlanBuffer:
+        size = (1 + shape.num_rows) * PLAN_COLUMNS + shape.num_rows * COUNTERS_PER_ROW
+        return cls(torch.zeros(size, dtype=torch.int32, device=device), shape)
 
     @property
     def counters_ptr(self) -> int:
-        return self.device.data_ptr() + self.num_ctas * PLAN_COLUMNS * 4
+        return self.device.data_ptr() + (1 + self.shape.num_rows) * PLAN_COLUMNS * 4
 
 
 class CuteBackend:
@@ -96,11 +101,11 @@ class CuteBackend:
         if buffer is None:
             geometry = Geometry.of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
-            size = num_ctas * (PLAN_COLUMNS + COUNTERS_PER_CTA)
-            buffer = PlanBuffer(torch.zeros(size, dtype=torch.int32, device=self.device), num_ctas)
+            shape = PlanShape(num_ctas, self.num_kv_heads, self.tuning.max_splits)
+            buffer = PlanBuffer.make(shape, self.device)
             if geometry.rows not in self._partials:
-                # A CTA leaves at most two unfinished pieces: the first and the last of its work.
-                floats = 2 * num_ctas * geometry.partial_floats if self.tuning.max_splits != 1 else 4
+                # A row leaves at most two unfinished pieces: the first and the last of its work.
+                floats = 2 * shape.num_rows * geometry.partial_floats if self.tuning.max_splits != 1 else 4
                 self._partials[geometry.rows] = torch.empty(floats, dtype=torch.float32, device=self.device)
             self._plan_buffers[q_len] = buffer
         return buffer
@@ -112,12 +117,9 @@ class CuteBackend:
         from it has run.
         """
         buffer = self.plan_buffer(q_len)
-        shape = PlanShape(buffer.num_ctas, self.num_kv_heads, self.tuning.max_splits)
-        staging = torch.empty(buffer.device.shape, dtype=torch.int32, pin_memory=True)
-        rows = buffer.num_ctas * PLAN_COLUMNS
-        host = staging.numpy()
-        host[:rows] = build_plan(np.asarray(seq_lens), shape, margin).reshape(-1)
-        host[rows:] = 0
+        staging = torch.zeros(buffer.device.shape, dtype=torch.int32, pin_memory=True)
+        plan = build_plan(np.asarray(seq_lens), buffer.shape, margin)
+        staging.numpy()[: plan.size] = plan.reshape(-1)
         buffer.device.copy_(staging, non_blocking=True)
         return buffer
 
@@ -147,7 +149,7 @@ class CuteBackend:
         )
         buffer = self.plan_buffer(q_len)
         addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.rows].data_ptr())
-        return Launch(kernel, addresses, strides, buffer.num_ctas)
+        return Launch(kernel, addresses, strides, buffer.shape.num_ctas)
 
     def obtain(self, variant: Variant) -> Callable[..., Any]:
         """The compiled kernel.

@@ -4,10 +4,10 @@ One producer warp streams tiles of K and V into a shared-memory ring by TMA; con
 keep their own running maximum m, sum l and O. The operands of the two products are swapped (S^T = K Q^T,
 O^T = V^T P^T), so that the few q rows of a decode step are the N = 8 of an mma.sync, not its M = 64:
 
-    producer:   for each piece of this CTA, for each tile: wait for a free stage, load its pages
+    producer:   take a row of the plan; for each of its pieces, for each tile: wait for a free stage, load its pages
     consumers:  for each piece: read Q; for each tile of this warp: S, mask, online softmax, O;
-                then merge the warps and write O, or this CTA's part of it;
-                at the end merge the splits of the items that this CTA completes
+                then merge the warps and write O, or the row's part of it;
+                at the row's end merge the splits of the items that it completes
 
 The pieces come from the plan (mjolnir.plan). Per lane, g = lane / 4 and t = lane % 4, as in the PTX fragments.
 """
@@ -29,7 +29,7 @@ from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
-from mjolnir.plan import PLAN_TILE
+from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -37,15 +37,15 @@ FLT_MAX, FLT_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class Work(NamedTuple):
-    """One CTA's row of the plan, as items numbered seq * num_kv_heads + head."""
+    """One row of the plan, as items numbered seq * num_kv_heads + head."""
 
-    cta: Int32
+    row: Int32
     first_item: Int32
     pieces: Int32
     first_tile: Int32
     end_tile: Int32
-    first_cta: Int32
-    last_cta: Int32
+    first_row: Int32
+    last_row: Int32
 
 
 class DecodeKernel:
@@ -185,6 +185,9 @@ class DecodeKernel:
             for s in cutlass.range_constexpr(geo.stages):
                 ptx.mbarrier_init(smem + geo.full_offset + 8 * s, Int32(1))
                 ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
+            for box in cutlass.range_constexpr(2):
+                ptx.mbarrier_init(smem + geo.mail_full_offset + 8 * box, Int32(1))
+                ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(geo.consumer_warps))
             ptx.fence_mbarrier_init()
             ptx.prefetch_tensormap(desc_k)
             ptx.prefetch_tensormap(desc_v)
@@ -194,19 +197,15 @@ class DecodeKernel:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        first_seq, first_head, first_tile, end_seq = ptx.ldg128(args.plan + Int64(cta) * 32)
-        end_head, end_tile, first_cta, last_cta = ptx.ldg128(args.plan + Int64(cta) * 32 + 16)
-        first_item = first_seq * args.num_kv_heads + first_head
-        pieces = end_seq * args.num_kv_heads + end_head - first_item + (Int32(1) if end_tile > 0 else Int32(0))
-        work = Work(cta, first_item, pieces, first_tile, end_tile, first_cta, last_cta)
         if warp == geo.consumer_warps:
-            self.produce(args, work, smem, lane, desc_k, desc_v)
+            self.produce(args, cta, smem, lane, desc_k, desc_v)
         else:
-            self.consume(args, work, smem, warp, lane)
+            self.consume(args, smem, warp, lane)
 
     @cute.jit
-    def produce(self, args, work, smem, lane, desc_k, desc_v):
-        """The producer warp: lane j loads box j of every tile, which is K or V, one panel or all, of one page."""
+    def produce(self, args, cta, smem, lane, desc_k, desc_v):
+        """The producer warp: takes rows of the plan, hands each to the consumers, and loads its tiles. Lane j loads
+        box j of a tile, which is K or V, one panel or all, of one page."""
         geo = self.geo
         log2_rows = cutlass.min(args.log2_page, Int32(geo.tile.bit_length() - 1))
         box_rows = Int32(1) << log2_rows
@@ -214,110 +213,175 @@ class DecodeKernel:
         panel_boxes = Int32(1) if box_rows == geo.tile else Int32(geo.panels)
         is_v = lane & 1
         panel = (lane >> 1) % panel_boxes
-        row = ((lane >> 1) // panel_boxes) << log2_rows  # of the box, in the tile; lanes past the tile stay idle
+        box_row = ((lane >> 1) // panel_boxes) << log2_rows  # in the tile; lanes past the tile stay idle
         desc = desc_v if is_v == 1 else desc_k
-        box = smem + is_v * geo.kv_tile_bytes + (panel * geo.tile + row) * geo.panel_bytes
-        row_bytes = 2 * geo.panels * geo.panel_bytes  # K and V of one token
-        stage = Int32(0)  # filled so far, over all pieces: the ring does not drain between them
-        for p in cutlass.range(work.pieces, unroll=1):
-            seq, head, begin, end = self.piece(args, work, p)
-            pages = args.block_table + Int64(seq) * args.block_table_stride * 4
-            tiles = (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
-            left = end - begin
-            token = begin + row
-            # Read beside the length, not after it; an entry past the sequence's end is not used.
-            column = cutlass.min(token, args.max_len - 1) >> args.log2_page
-            page = ptx.ldg_b32(pages + Int64(column) * 4)
-            for _ in cutlass.range(tiles, unroll=1):
-                # The next tile's page is read while this tile waits for its stage.
-                next_page = Int32(0)
-                if row < cutlass.min(left - geo.tile, Int32(geo.tile)):
-                    next_page = ptx.ldg_b32(pages + Int64((token + geo.tile) >> args.log2_page) * 4)
-                slot = stage % geo.stages
-                full = smem + geo.full_offset + 8 * slot
-                ptx.mbarrier_wait(smem + geo.empty_offset + 8 * slot, ((stage // geo.stages) & 1) ^ 1)
-                rows = cutlass.min(left, Int32(geo.tile))
+        box = smem + is_v * geo.kv_tile_bytes + (panel * geo.tile + box_row) * geo.panel_bytes
+        token_bytes = 2 * geo.panels * geo.panel_bytes
+        num_rows = ptx.ldg_b32(args.plan)
+        num_ctas = cute.arch.grid_dim()[0]
+        stage = Int32(0)  # of the ring; a piece starts at a multiple of kv_groups, so that the warp of a tile is fixed
+        free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
+        turn = Int32(0)  # rows handed over
+        row = cta
+        while row < num_rows:
+            work = self.load_row(args, row)
+            self.hand_over(smem, lane, turn, work)
+            turn += 1
+            for p in cutlass.range(work.pieces, unroll=1):
+                seq, head, begin, end = self.piece(args, work, p)
+                pages = args.block_table + Int64(seq) * args.block_table_stride * 4
+                left = end - begin
+                token = begin + box_row
+                # Read beside the length, not after it; an entry past the sequence's end is not used.
+                column = cutlass.min(token, args.max_len - 1) >> args.log2_page
+                page = ptx.ldg_b32(pages + Int64(column) * 4)
+                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                for _ in cutlass.range(self.tiles(begin, end), unroll=1):
+                    # The next tile's page is read while this tile waits for its stage.
+                    next_page = Int32(0)
+                    if box_row < cutlass.min(left - geo.tile, Int32(geo.tile)):
+                        next_page = ptx.ldg_b32(pages + Int64((token + geo.tile) >> args.log2_page) * 4)
+                    ptx.mbarrier_wait(smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1)
+                    free = free ^ (Int32(1) << stage)
+                    rows = cutlass.min(left, Int32(geo.tile))
+                    full = smem + geo.full_offset + 8 * stage
+                    if lane == 0:
+                        ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * token_bytes)
+                    cute.arch.sync_warp()
+                    if box_row < rows:
+                        coords = (Int32(0), token & page_mask, panel, head, page)
+                        ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
+                    if args.l2_prefetch > 0:
+                        if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
+                            ahead = token + args.l2_prefetch * geo.tile
+                            far_page = ptx.ldg_b32(pages + Int64(ahead >> args.log2_page) * 4)
+                            coords = (Int32(0), ahead & page_mask, panel, head, far_page)
+                            ptx.tma_prefetch_5d(desc, coords, args.l2_policy)
+                    page = next_page
+                    token += geo.tile
+                    left -= geo.tile
+                    stage = stage + 1 if stage + 1 < geo.stages else Int32(0)
+            # The ring holds a few tiles more: time enough to fetch the next row. All CTAs together draw num_rows
+            # tickets, the last of each one too high, so the counter ends where it began.
+            row = num_rows
+            if num_rows > num_ctas:
+                ticket = Int32(0)
                 if lane == 0:
-                    loaded = (rows + box_rows - 1) & ~(box_rows - 1)
-                    ptx.mbarrier_arrive_expect_tx(full, loaded * row_bytes)
-                cute.arch.sync_warp()
-                if row < rows:
-                    coords = (Int32(0), token & page_mask, panel, head, page)
-                    ptx.tma_load_5d(box + slot * geo.stage_bytes, desc, coords, full, args.l2_policy)
-                if args.l2_prefetch > 0:
-                    if row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
-                        ahead = token + args.l2_prefetch * geo.tile
-                        far_page = ptx.ldg_b32(pages + Int64(ahead >> args.log2_page) * 4)
-                        coords = (Int32(0), ahead & page_mask, panel, head, far_page)
-                        ptx.tma_prefetch_5d(desc, coords, args.l2_policy)
-                page = next_page
-                token += geo.tile
-                left -= geo.tile
-                stage += 1
+                    ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1)
+                row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
+        self.hand_over(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row))
 
     @cute.jit
-    def consume(self, args, work, smem, warp, lane):
-        """A consumer warp: every kv_groups-th stage, for its rows of Q."""
+    def load_row(self, args, row):
+        """A row of the plan."""
+        at = args.plan + (Int64(row) + 1) * (PLAN_COLUMNS * 4)
+        first_seq, first_head, first_tile, end_seq = ptx.ldg128(at)
+        end_head, end_tile, first_row, last_row = ptx.ldg128(at + 16)
+        first_item = first_seq * args.num_kv_heads + first_head
+        pieces = end_seq * args.num_kv_heads + end_head - first_item + (Int32(1) if end_tile > 0 else Int32(0))
+        return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+    @cute.jit
+    def hand_over(self, smem, lane, turn, work):
+        """Put a row into the mailbox, which holds two, for the consumers."""
+        box = turn & 1
+        ptx.mbarrier_wait(smem + self.geo.mail_free_offset + 8 * box, ((turn >> 1) & 1) ^ 1)
+        if lane == 0:
+            mail = smem + self.geo.mail_offset + box * 32
+            ptx.sts128(mail, (work.row, work.first_item, work.pieces, work.first_tile))
+            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, Int32(0)))
+            ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
+
+    @cute.jit
+    def receive(self, smem, lane, turn):
+        """The consumers' side of ``hand_over``."""
+        box = turn & 1
+        ptx.mbarrier_wait(smem + self.geo.mail_full_offset + 8 * box, (turn >> 1) & 1)
+        mail = smem + self.geo.mail_offset + box * 32
+        row, first_item, pieces, first_tile = ptx.lds128(mail)
+        end_tile, first_row, last_row, _ = ptx.lds128(mail + 16)
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbarrier_arrive(smem + self.geo.mail_free_offset + 8 * box)
+        return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+    @cute.jit
+    def consume(self, args, smem, warp, lane):
+        """A consumer warp: every kv_groups-th tile of each piece, for its rows of Q."""
         geo = self.geo
         g, t = lane // 4, lane % 4
         kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
         row0 = row_group * geo.rows_per_warp
         # B fragments of Q stay in this warp's part of the exchange buffer until the piece's O goes there.
         q_frags = smem + geo.exchange_offset + (kv_group * geo.rows + row0) * (geo.exchange_stride * 4) + lane * 16
-        stage = Int32(0)  # consumed so far by all warps, over all pieces
-        for p in cutlass.range(work.pieces, unroll=1):
-            seq, head, begin, end = self.piece(args, work, p)
-            tiles = (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
-            mult = self.read_q(args, q_frags, seq, head, row0, g, t)
-            limit, all_visible = self.visible(args, seq, row0, t)
-            state = self.softmax.start()
-            mine = (kv_group - stage) % geo.kv_groups  # this warp's first tile; the stages go round the kv groups
-            mine = mine + geo.kv_groups if mine < 0 else mine
-            turns = (cutlass.max(tiles - mine, Int32(0)) + (geo.kv_groups - 1)) // geo.kv_groups
-            for turn in cutlass.range(turns, unroll=1):
-                tile = mine + turn * geo.kv_groups
-                token0 = begin + tile * geo.tile
-                slot = (stage + tile) % geo.stages
-                k_tile = smem + slot * geo.stage_bytes
-                v_tile = k_tile + geo.kv_tile_bytes
-                ptx.mbarrier_wait(smem + geo.full_offset + 8 * slot, ((stage + tile) // geo.stages) & 1)
-                scores = self.math.scores(k_tile, q_frags, g, t)
-                if token0 + geo.tile > all_visible:
-                    self.clear_rows(v_tile, end - token0, lane)
-                    for n in cutlass.range_constexpr(geo.row_tiles):
-                        for i in cutlass.range_constexpr(geo.tile // 4):
-                            seen = token0 + (i // 2) * 8 + g < limit[2 * n + i % 2]
-                            scores[n][i] = scores[n][i] if seen else Float32(NEG_INF)
-                self.softmax.update(state, scores, mult)
-                self.math.accumulate(v_tile, scores, state.acc, g, t)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * slot)
-            stage += tiles
-            epilogue = Epilogue(self.variant, geo, args, smem, warp, lane, seq, head)
-            epilogue.share(state, mult, kv_group, row0)
-            partial_slot = Int32(-1)
+        stage = Int32(0)  # as the producer counts
+        filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
+        turn = Int32(1)
+        work = self.receive(smem, lane, Int32(0))
+        while work.pieces >= 0:
+            for p in cutlass.range(work.pieces, unroll=1):
+                seq, head, begin, end = self.piece(args, work, p)
+                tiles = self.tiles(begin, end)
+                mult = self.read_q(args, q_frags, seq, head, row0, g, t)
+                limit, all_visible = self.visible(args, seq, row0, t)
+                state = self.softmax.start()
+                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                mine = stage + kv_group
+                for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
+                    token0 = begin + tile * geo.tile
+                    k_tile = smem + mine * geo.stage_bytes
+                    v_tile = k_tile + geo.kv_tile_bytes
+                    ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
+                    filled = filled ^ (Int32(1) << mine)
+                    scores = self.math.scores(k_tile, q_frags, g, t)
+                    if token0 + geo.tile > all_visible:
+                        self.clear_rows(v_tile, end - token0, lane)
+                        for n in cutlass.range_constexpr(geo.row_tiles):
+                            for i in cutlass.range_constexpr(geo.tile // 4):
+                                seen = token0 + (i // 2) * 8 + g < limit[2 * n + i % 2]
+                                scores[n][i] = scores[n][i] if seen else Float32(NEG_INF)
+                    self.softmax.update(state, scores, mult)
+                    self.math.accumulate(v_tile, scores, state.acc, g, t)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * mine)
+                    mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
+                stage = (stage + tiles) % geo.stages
+                epilogue = Epilogue(self.variant, geo, args, smem, warp, lane, seq, head)
+                epilogue.share(state, mult, kv_group, row0)
+                partial_slot = Int32(-1)
+                if cutlass.const_expr(self.variant.split):
+                    if p == work.pieces - 1 and work.end_tile > 0:
+                        partial_slot = 2 * work.row + 1
+                    if p == 0 and work.first_tile > 0:
+                        partial_slot = 2 * work.row
+                epilogue.write(partial_slot)
             if cutlass.const_expr(self.variant.split):
-                if p == work.pieces - 1 and work.end_tile > 0:
-                    partial_slot = 2 * work.cta + 1
-                if p == 0 and work.first_tile > 0:
-                    partial_slot = 2 * work.cta
-            epilogue.write(partial_slot)
-        if cutlass.const_expr(self.variant.split):
-            # The CTA's first item, if others began it, then its last, if others go on with it (or the one that is both).
-            for which in cutlass.range(2, unroll=1):
-                cut_begin = work.first_tile > 0 and (which == 0 or work.pieces == 1)
-                cut_end = work.end_tile > 0 and (which == 1 or work.pieces == 1)
-                if (cut_begin or cut_end) and not (which == 1 and work.pieces == 1):
-                    item = work.first_item + which * (work.pieces - 1)
-                    seq = item // args.num_kv_heads
-                    head = item - seq * args.num_kv_heads
-                    merge = SplitMerge(self.variant, geo, args, smem, warp, lane, seq, head)
-                    merge.arrive_and_merge(
-                        work.cta,
-                        work.first_cta if cut_begin else work.cta,
-                        work.last_cta if cut_end else work.cta,
-                    )
+                self.merge_splits(args, work, smem, warp, lane)
+            work = self.receive(smem, lane, turn)
+            turn += 1
+
+    @cute.jit
+    def merge_splits(self, args, work, smem, warp, lane):
+        """For the row's first item, if others began it, then its last, if others go on with it (or the one that is
+        both): merge the splits if this row is the last of them to be done."""
+        for which in cutlass.range(2, unroll=1):
+            cut_begin = work.first_tile > 0 and (which == 0 or work.pieces == 1)
+            cut_end = work.end_tile > 0 and (which == 1 or work.pieces == 1)
+            if (cut_begin or cut_end) and not (which == 1 and work.pieces == 1):
+                item = work.first_item + which * (work.pieces - 1)
+                seq = item // args.num_kv_heads
+                head = item - seq * args.num_kv_heads
+                merge = SplitMerge(self.variant, self.geo, args, smem, warp, lane, seq, head)
+                merge.arrive_and_merge(
+                    work.row,
+                    work.first_row if cut_begin else work.row,
+                    work.last_row if cut_end else work.row,
+                )
+
+    def tiles(self, begin, end):
+        """Kernel tiles of a piece; none where the live length ends before it."""
+        return (cutlass.max(end - begin, Int32(0)) + (self.geo.tile - 1)) // self.geo.tile
 
     @cute.jit
     def piece(self, args, work, p):

@@ -52,6 +52,8 @@ class Geometry:
         if stages % kv_groups:
             # A warp owns its stages in every round; otherwise one a round ahead would wait on a stale parity.
             raise ValueError(f"stages = {stages}: expected a multiple of the {kv_groups} kv groups")
+        if stages > 32:
+            raise ValueError(f"stages = {stages}: expected at most 32, one bit of a register each")
         geometry = cls(
             head_size=d,
             rows=rows,
@@ -108,7 +110,8 @@ class Geometry:
         words = self.head_size // 16 * 18
         return words + (4 - words) % 16
 
-    # Shared memory, in bytes from its 1024-aligned base: ring, exchange, (m, l), row scales, flag, mbarriers.
+    # Shared memory, in bytes from its 1024-aligned base: ring, exchange, (m, l), row scales, flag,
+    # mbarriers, mailbox.
 
     @property
     def exchange_offset(self) -> int:
@@ -135,8 +138,21 @@ class Geometry:
         return self.full_offset + self.stages * 8
 
     @property
-    def smem_bytes(self) -> int:
+    def mail_full_offset(self) -> int:
         return self.empty_offset + self.stages * 8
+
+    @property
+    def mail_free_offset(self) -> int:
+        return self.mail_full_offset + 16
+
+    @property
+    def mail_offset(self) -> int:
+        """Two rows of the plan, 32 bytes each, on their way from the producer to the consumers."""
+        return (self.mail_free_offset + 16 + 15) // 16 * 16
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.mail_offset + 64
 
     @property
     def partial_floats(self) -> int:

@@ -1,4 +1,4 @@
-"""Merge the splits of an item: whichever of its CTAs arrives last reads all partial results, in the order of the
+"""Merge the splits of an item: whichever of its rows arrives last reads all partial results, in the order of the
 splits, so the result does not depend on who that is.
 """
 
@@ -15,34 +15,35 @@ from mjolnir.kernels.epilogue import Epilogue
 from mjolnir.kernels.softmax import NEG_INF, weight_of
 
 ONE_STEP_SPLITS = 40
-"""More splits are merged in two steps, by teams of TEAM neighbours: a step's latency is about that of 16 splits."""
+"""More splits are merged in two steps, by teams of neighbours: a step's latency is about that of 16 splits."""
 
-TEAM = 16
+TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 16, 32, 256
 
 LOADS_IN_FLIGHT = 8
 
 
 class SplitMerge(Epilogue):
-    """Split i of an item begun by CTA b lies in slot 2 b + 1 if i = 0 (the last piece of b), else in slot 2 (b + i)
+    """Split i of an item begun by row b lies in slot 2 b + 1 if i = 0 (the last piece of b), else in slot 2 (b + i)
     (the first piece of b + i)."""
 
     @cute.jit
-    def arrive_and_merge(self, cta, begin_cta, final_cta):
-        """To be called once the CTA has stored its own partial result of the item."""
-        splits = final_cta - begin_cta + 1
-        team_size = splits if splits <= ONE_STEP_SPLITS else Int32(TEAM)
+    def arrive_and_merge(self, row, begin_row, final_row):
+        """To be called once the row's own partial result is stored of the item."""
+        splits = final_row - begin_row + 1
+        team_size = Int32(TEAM) if splits <= BIG_TEAM_ABOVE else Int32(BIG_TEAM)
+        team_size = splits if splits <= ONE_STEP_SPLITS else team_size
         teams = (splits + team_size - 1) // team_size
-        team = (cta - begin_cta) // team_size
-        leader = begin_cta + team * team_size
+        team = (row - begin_row) // team_size
+        leader = begin_row + team * team_size
         members = cutlass.min(splits - team * team_size, team_size)
-        # Two counters per CTA: of the team it leads, and of the item it begins.
+        # Two counters per row: of the team it leads, and of the item it begins.
         last = self.arrive(self.args.counters + Int64(leader) * 8, members)
         if last == 1:
             self.merge(leader, 2 * leader + 1 if team == 0 else 2 * leader, Int32(1), members, teams > 1)
             if teams > 1:
-                last = self.arrive(self.args.counters + Int64(begin_cta) * 8 + 4, teams)
+                last = self.arrive(self.args.counters + Int64(begin_row) * 8 + 4, teams)
                 if last == 1:
-                    self.merge(begin_cta, 2 * begin_cta + 1, team_size, teams, teams < 0)
+                    self.merge(begin_row, 2 * begin_row + 1, team_size, teams, teams < 0)
 
     @cute.jit
     def arrive(self, counter, expected):
@@ -57,8 +58,8 @@ class SplitMerge(Epilogue):
         return ptx.lds_b32(self.flag)
 
     @cute.jit
-    def merge(self, leader, first_slot, cta_step, count, again):
-        """Merge the partial results of CTAs leader, leader + cta_step, ...: into O, or, to be merged ``again``, into
+    def merge(self, leader, first_slot, stride, count, again):
+        """Merge the partial results of rows leader, leader + stride, ...: into O, or, to be merged ``again``, into
         the first one's slot. Stats and O are read together: one round trip for LOADS_IN_FLIGHT splits."""
         v_factor = self.v_factor()
         for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
@@ -69,7 +70,7 @@ class SplitMerge(Epilogue):
                 stats, values = [], []
                 for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     split = cutlass.min(first + j, count - 1)
-                    slot = first_slot if split == 0 else 2 * (leader + split * cta_step)
+                    slot = first_slot if split == 0 else 2 * (leader + split * stride)
                     stats.append(ptx.ldg_cg_f32x4(self.stats_address(slot, row)))
                     values.append(ptx.ldg_cg_f32x4(self.values_address(slot, row)))
                 top = state[0]
