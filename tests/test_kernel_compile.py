@@ -101,7 +101,8 @@ def test_kernel_is_made_of_what_it_says(variant, report_of):
 @pytest.mark.parametrize("variant", [v for arch in PROVEN_ARCHS for v in all_variants(arch)], ids=name)
 def test_catalogue_compiles_without_spills_and_fits(variant, report_of):
     report = report_of(variant)
-    assert not report.spills, report.functions
+    stack_bytes = [function.stack_bytes for function in report.functions]
+    assert not report.spills, f"{report.registers} registers, stack bytes {stack_bytes}, {report.count('LDL')} LDL"
     check_resources(variant, report)
 
 

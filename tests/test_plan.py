@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mjolnir.plan import (
+    ALIGN_SLACK,
     DYNAMIC_ABOVE,
     MIN_SHARE,
     PIECE_COST,
@@ -169,7 +170,7 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece(case):
     units = loads(make_plan(lens, shape, margin), lens, shape.num_kv_heads, margin)
     equal = total_units(lens, shape.num_kv_heads, margin) / shape.num_ctas
     if equal <= DYNAMIC_ABOVE - 1:
-        assert max(units) <= max(equal + 1, MIN_SHARE) + PIECE_COST
+        assert max(units) <= max(equal + 1, MIN_SHARE) + ALIGN_SLACK + PIECE_COST
         assert not any(units[shape.num_ctas :])
     elif equal >= DYNAMIC_ABOVE:
         parts = [part for rows, part in SHARES for _ in range(rows * shape.num_ctas)]
@@ -187,7 +188,7 @@ def test_ctas_of_one_speed_end_within_a_small_row_of_each_other(case):
     for n in units:  # whoever is done takes the next row
         heapq.heapreplace(busy_until, busy_until[0] + n)
     smallest = SHARES[-1][1] * equal
-    assert max(busy_until) <= equal + smallest + (1 + PIECE_COST) * ROWS_PER_CTA
+    assert max(busy_until) <= equal + max(smallest, ALIGN_SLACK) + (1 + PIECE_COST) * ROWS_PER_CTA
 
 
 @given(cases(st.just(1)))
@@ -273,7 +274,7 @@ def test_a_plan_worked_out_by_hand():
 
 # The merge of splits: kernels/split.py in NumPy, for one element of O; rows arrive in any order.
 
-ONE_STEP_SPLITS, TEAM = 40, 16  # equal to the kernel's, where the DSL that it imports is installed
+ONE_STEP_SPLITS, TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 40, 16, 32, 256  # as in the kernel, which imports the DSL
 
 
 @dataclasses.dataclass
@@ -300,7 +301,7 @@ class Device:
 
     def arrive_and_merge(self, item: tuple[int, int], row: int, begin: int, final: int) -> None:
         splits = final - begin + 1
-        team_size = splits if splits <= ONE_STEP_SPLITS else TEAM
+        team_size = splits if splits <= ONE_STEP_SPLITS else TEAM if splits <= BIG_TEAM_ABOVE else BIG_TEAM
         teams = -(-splits // team_size)
         team = (row - begin) // team_size
         leader = begin + team * team_size
@@ -332,17 +333,22 @@ def test_merge_takes_each_partial_once_in_any_order_of_arrival(lens, heads, rows
     check_merge(plan, lens, heads, rng)
 
 
-@pytest.mark.parametrize("splits", [2, 40, 41, 48, 49, 64, 65, 81, 257])
+@pytest.mark.parametrize("splits", [2, 40, 41, 48, 49, 64, 65, 81, 256, 257, 289])
 def test_merge_of_neighbours_that_share_a_row(splits):
     """Items of just so many splits: the row at a seam may lead the last team of one and the first of the next."""
-    share = 16  # of one row each
-    lens = [(splits * share - share // 2 - PIECE_COST) * PLAN_TILE] * 5
-    rows = -(-5 * (splits * share - share // 2) // share)
-    plan = make_plan(lens, PlanShape(rows, 1))
-    counts = [len(pieces) for pieces in by_item(walk(plan, lens, 1)).values()]
-    assert splits in counts
+    row_tiles, items = 4, 5
+    tiles = splits * row_tiles - row_tiles // 2  # every other seam falls into the middle of a row
+    plan = [[-(-items * tiles // row_tiles)] + [0] * 7]
+    for begin in range(0, items * tiles, row_tiles):
+        (first, first_tile), (end, end_tile) = (
+            divmod(min(at, items * tiles), tiles) for at in (begin, begin + row_tiles)
+        )
+        first_row, last_row = first * tiles // row_tiles, ((end + 1) * tiles - 1) // row_tiles
+        plan.append([first, 0, first_tile, end, 0, end_tile, first_row, last_row])
+    lens = [tiles * PLAN_TILE] * items
+    assert {len(pieces) for pieces in by_item(walk(np.array(plan), lens, 1)).values()} == {splits}
     for seed in range(20):
-        check_merge(plan, lens, 1, random.Random(seed))
+        check_merge(np.array(plan), lens, 1, random.Random(seed))
 
 
 def check_merge(plan: np.ndarray, lens: Sequence[int], heads: int, rng: random.Random) -> None:
@@ -382,4 +388,5 @@ def test_merge_constants_are_the_kernel_s():
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     from mjolnir.kernels import split
 
-    assert (split.ONE_STEP_SPLITS, split.TEAM) == (ONE_STEP_SPLITS, TEAM)
+    ours = (ONE_STEP_SPLITS, TEAM, BIG_TEAM, BIG_TEAM_ABOVE)
+    assert (split.ONE_STEP_SPLITS, split.TEAM, split.BIG_TEAM, split.BIG_TEAM_ABOVE) == ours
