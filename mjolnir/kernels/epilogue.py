@@ -1,6 +1,6 @@
 """The end of a piece: merge the consumer warps of the CTA, then write O, or this CTA's part of a split item.
 
-A partial result is, per q row, O, m, l and mult (see state.py); the consumer threads stand on (row, four
+A partial result is, per q row, O, m, l and mult (see softmax.py); the consumer threads stand on (row, four
 neighbouring elements).
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
