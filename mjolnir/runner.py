@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
@@ -195,13 +198,12 @@ class DecodeRunner:
             raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
         check_tensor("block_table", block_table, dtype=torch.int32, ndim=2, device=self.device, contiguous_rows=True)
         check_tensor("seq_lens", seq_lens, dtype=torch.int32, ndim=1, device=self.device, contiguous_rows=True)
-        for name, rows in (("block_table", block_table.shape[0]), ("seq_lens", seq_lens.shape[0]),
-                           ("seq_lens_host", len(seq_lens_host))):  # fmt: skip
-            if rows < num_seqs:
-                raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows}")
-        host_lens = seq_lens_host[:num_seqs]
-        if num_seqs and int(min(host_lens)) < 0:
-            raise ValueError(f"seq_lens_host must not be negative, got {int(min(host_lens))}")
+        for name, rows in (("block_table", block_table), ("seq_lens", seq_lens)):
+            if rows.shape[0] < num_seqs:
+                raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows.shape[0]}")
+        if num_seqs and not block_table.shape[1]:
+            raise ValueError(f"block_table must have at least one column, got shape {tuple(block_table.shape)}")
+        host_lens = _host_lengths(seq_lens_host, num_seqs)
         if self._cute is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -246,6 +248,8 @@ class DecodeRunner:
         """
         if plan.runner is not self:
             raise ValueError("plan was made by another runner")
+        if not isinstance(softmax_scale, (float, int)) or not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be a finite float, got {softmax_scale!r}")
         if self._cute is None:
             self._check(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
             torch_ref.decode(
@@ -263,10 +267,12 @@ class DecodeRunner:
             query.dtype, query.shape, query.stride(), out.dtype, out.shape, out.stride(),
             k_cache.dtype, k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(),
             k_scale.dtype, k_scale.shape, k_scale.stride(), v_scale.dtype, v_scale.shape, v_scale.stride(),
-            None if q_mul is None else (q_mul.dtype, q_mul.shape, q_mul.stride()),
-            None if o_mul is None else (o_mul.dtype, o_mul.shape, o_mul.stride()),
-            None if lse is None else (lse.dtype, lse.shape, lse.stride()),
+            None if q_mul is None else (q_mul.dtype, q_mul.shape, q_mul.stride(), q_mul.get_device()),
+            None if o_mul is None else (o_mul.dtype, o_mul.shape, o_mul.stride(), o_mul.get_device()),
+            None if lse is None else (lse.dtype, lse.shape, lse.stride(), lse.get_device()),
             q_ptr & 15, out_ptr & 7, (k_ptr | v_ptr | q_mul_ptr | o_mul_ptr) & 15,
+            query.get_device(), out.get_device(), k_cache.get_device(), v_cache.get_device(),
+            k_scale.get_device(), v_scale.get_device(),
         )  # fmt: skip
         prepared = self._signatures.get(key)
         if prepared is None:
@@ -339,3 +345,18 @@ class DecodeRunner:
             self._shape, self.device, plan.num_seqs * plan.q_len, plan.num_seqs,
             query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse,
         )  # fmt: skip
+
+
+def _host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:
+    """The first num_seqs lengths, checked."""
+    if isinstance(seq_lens_host, torch.Tensor) and seq_lens_host.device.type != "cpu":
+        raise ValueError(f"seq_lens_host must be on the host, got a tensor on {seq_lens_host.device}")
+    lens = np.asarray(seq_lens_host)
+    if lens.ndim != 1 or (lens.size and lens.dtype.kind not in "iu"):
+        raise TypeError(f"seq_lens_host must be a sequence of ints, got {lens.ndim} dimensions of {lens.dtype}")
+    if len(lens) < num_seqs:
+        raise ValueError(f"seq_lens_host must have at least num_seqs = {num_seqs} rows, got {len(lens)}")
+    lens = lens[:num_seqs].astype(np.int64)
+    if num_seqs and lens.min() < 0:
+        raise ValueError(f"seq_lens_host must not be negative, got {lens.min()}")
+    return lens

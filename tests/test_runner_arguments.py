@@ -1,0 +1,229 @@
+"""What a runner refuses: each message names the argument, its value and what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mjolnir import DecodeRunner
+
+SEQS, HEADS, KV_HEADS, D, PAGE, Q_LEN = 3, 8, 2, 64, 16, 2
+TOKENS = SEQS * Q_LEN
+RUNNER: dict[str, Any] = {
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_size": D,
+    "page_size": PAGE,
+    "out_dtype": torch.bfloat16,
+    "max_num_seqs": 4,
+    "max_q_len": Q_LEN,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def runner() -> DecodeRunner:
+    return DecodeRunner(**RUNNER)
+
+
+def plan_arguments() -> dict[str, Any]:
+    return {
+        "seq_lens_host": [20, 0, 7],
+        "num_seqs": SEQS,
+        "q_len": Q_LEN,
+        "block_table": torch.arange(6, dtype=torch.int32).view(SEQS, 2),
+        "seq_lens": torch.tensor([20, 0, 7], dtype=torch.int32),
+    }
+
+
+def run_arguments(runner: DecodeRunner) -> dict[str, Any]:
+    cache = torch.zeros(2, 6, PAGE, KV_HEADS, D, dtype=torch.float8_e4m3fn)
+    return {
+        "plan": runner.plan(**plan_arguments()),
+        "query": torch.zeros(TOKENS, HEADS, D, dtype=torch.bfloat16),
+        "out": torch.zeros(TOKENS, HEADS, D, dtype=torch.bfloat16),
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "k_scale": torch.ones(1),
+        "v_scale": torch.ones(1),
+        "softmax_scale": 0.125,
+        "q_mul": torch.ones(HEADS, D),
+        "o_mul": torch.ones(HEADS, D),
+        "lse": torch.zeros(TOKENS, HEADS),
+    }
+
+
+def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> None:
+    runner.run(**run_arguments(runner))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
+        ({"num_heads": True}, TypeError, "num_heads must be an integer, got True"),
+        ({"num_kv_heads": -1}, ValueError, "num_kv_heads must be at least 1, got -1"),
+        ({"num_kv_heads": 3}, ValueError, r"num_heads must be a multiple of num_kv_heads \(3\), got 8"),
+        ({"head_size": 96}, ValueError, "head_size must be one of 64, 128, 256, got 96"),
+        ({"page_size": 48}, ValueError, "page_size must be one of 16, 32, 64, 128, 256, got 48"),
+        ({"out_dtype": torch.float32}, ValueError, "out_dtype must be one of .*bfloat16.*float16.*, got torch.float32"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1, got 0"),
+        ({"max_q_len": 0}, ValueError, "max_q_len must be at least 1, got 0"),
+        ({"max_q_len": 17}, ValueError, r"max_q_len \* \(num_heads / num_kv_heads\) must be at most 64, got 17 \* 4"),
+        ({"q_mode": "int8"}, ValueError, "q_mode must be one of 'bf16', 'fp8', got 'int8'"),
+        ({"q_mode": "fp8"}, NotImplementedError, 'q_mode="fp8" is not implemented yet'),
+        ({"kv_format": "fp7"}, ValueError, "kv_format must be one of fp8, bf16, fp16, got 'fp7'"),
+        ({"kv_format": "e2m3"}, NotImplementedError, "kv_format='e2m3' comes later"),
+        ({"kv_format": "nvfp4"}, NotImplementedError, "kv_format='nvfp4' comes later"),
+        ({"ctas_per_sm": 0}, ValueError, "ctas_per_sm must be at least 1, got 0"),
+        ({"max_splits": 0}, ValueError, "max_splits must be at least 1, got 0"),
+        ({"kv_stages": 0}, ValueError, "kv_stages must be at least 1, got 0"),
+        ({"sm_count": -1}, ValueError, "sm_count must be at least 1, got -1"),
+        ({"l2_prefetch": -1}, ValueError, "l2_prefetch must be at least 0, got -1"),
+        ({"l2_prefetch": 1.5}, TypeError, "l2_prefetch must be an integer, got 1.5"),
+    ],
+)
+def test_runner_refuses(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DecodeRunner(**{**RUNNER, **changes})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_runner_refuses_cuda_without_a_device() -> None:
+    with pytest.raises(ValueError, match="device='cuda', but PyTorch sees no CUDA device"):
+        DecodeRunner(**{**RUNNER, "device": "cuda"})
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_seqs": -1}, ValueError, "num_seqs must be at least 0, got -1"),
+        ({"num_seqs": 5}, ValueError, "num_seqs must be at most max_num_seqs = 4, got 5"),
+        ({"num_seqs": 4}, ValueError, "block_table must have at least num_seqs = 4 rows, got 3"),
+        ({"q_len": 0}, ValueError, "q_len must be at least 1, got 0"),
+        ({"q_len": 3}, ValueError, "q_len must be at most max_q_len = 2, got 3"),
+        ({"margin": -1}, ValueError, "margin must be at least 0, got -1"),
+        ({"margin": 0.5}, TypeError, "margin must be an integer, got 0.5"),
+        ({"block_table": [[0]]}, TypeError, "block_table must be a torch.Tensor, got list"),
+        ({"block_table": torch.zeros(3, 2)}, TypeError, "block_table must have dtype torch.int32, got torch.float32"),
+        (
+            {"block_table": torch.zeros(3, 2).long()},
+            TypeError,
+            "block_table must have dtype torch.int32, got torch.int",
+        ),
+        ({"block_table": torch.zeros(6).int()}, ValueError, r"block_table must have 2 dimensions, got shape \(6,\)"),
+        ({"block_table": torch.zeros(2, 3).int().T}, ValueError, "block_table must have stride 1 in its last dim"),
+        (
+            {"block_table": torch.zeros(3, 0).int()},
+            ValueError,
+            r"block_table must have at least one column, .*\(3, 0\)",
+        ),
+        ({"block_table": torch.zeros(3, 2, device=META).int()}, ValueError, "block_table must be on cpu, got meta"),
+        ({"seq_lens": [1, 2, 3]}, TypeError, "seq_lens must be a torch.Tensor, got list"),
+        ({"seq_lens": torch.zeros(3).long()}, TypeError, "seq_lens must have dtype torch.int32, got torch.int64"),
+        ({"seq_lens": torch.zeros(3, 1).int()}, ValueError, r"seq_lens must have 1 dimensions, got shape \(3, 1\)"),
+        ({"seq_lens": torch.zeros(6).int()[::2]}, ValueError, r"seq_lens must have stride 1 .* got strides \(2,\)"),
+        ({"seq_lens": torch.zeros(2).int()}, ValueError, "seq_lens must have at least num_seqs = 3 rows, got 2"),
+        ({"seq_lens": torch.zeros(3, device=META).int()}, ValueError, "seq_lens must be on cpu, got meta"),
+        ({"seq_lens_host": [1, 2]}, ValueError, "seq_lens_host must have at least num_seqs = 3 rows, got 2"),
+        ({"seq_lens_host": [1, -2, 3]}, ValueError, "seq_lens_host must not be negative, got -2"),
+        ({"seq_lens_host": [1.5, 2, 3]}, TypeError, "seq_lens_host must be a sequence of ints, got .* float64"),
+        ({"seq_lens_host": np.zeros((3, 1), int)}, TypeError, "seq_lens_host must be a sequence of ints, got 2 dim"),
+        ({"seq_lens_host": torch.zeros(3, device=META)}, ValueError, "seq_lens_host must be on the host, .* on meta"),
+    ],
+)
+def test_plan_refuses(runner: DecodeRunner, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        runner.plan(**{**plan_arguments(), **changes})
+
+
+def at_byte(offset: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A tensor whose first element lies ``offset`` bytes past a multiple of 64."""
+    numel = torch.Size(shape).numel()
+    buffer = torch.zeros(numel * dtype.itemsize + 128, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 64 + offset
+    return buffer[start : start + numel * dtype.itemsize].view(dtype).view(shape)
+
+
+CACHE = (6, PAGE, KV_HEADS, D)
+WIDE = torch.zeros(6, PAGE, KV_HEADS, D + 8, dtype=torch.uint8)[..., :D]
+ROWS = (TOKENS, HEADS, D)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("query", torch.zeros(ROWS), TypeError, "query must have dtype torch.bfloat16 or torch.float16, got torch.fl"),
+        ("query", torch.zeros(TOKENS, D, HEADS).half(), ValueError, r"query must have shape \(tokens, 8, 64\) or"),
+        ("query", torch.zeros(TOKENS, 511).half(), ValueError, r"query .* \(tokens, 512\), got \(6, 511\)"),
+        (
+            "query",
+            torch.zeros(5, HEADS, D).half(),
+            ValueError,
+            r"query .* at least num_seqs \* q_len = 6 tokens, got 5",
+        ),
+        ("query", torch.zeros(ROWS, device=META).half(), ValueError, "query must be on cpu, got meta"),
+        ("query", None, TypeError, "query must be a torch.Tensor, got NoneType"),
+        ("out", torch.zeros(ROWS).half(), TypeError, "out must have dtype torch.bfloat16, got torch.float16"),
+        ("out", torch.zeros(TOKENS, HEADS, 65).bfloat16(), ValueError, r"out must have shape .* got \(6, 8, 65\)"),
+        ("out", torch.zeros(4, HEADS * D).bfloat16(), ValueError, r"out must have at least .* = 6 tokens, got 4"),
+        (
+            "k_cache",
+            torch.zeros(CACHE).half(),
+            TypeError,
+            "k_cache must have dtype .*float8_e4m3fn or torch.uint8, got",
+        ),
+        ("v_cache", torch.zeros(6, 32, 2, D).byte(), ValueError, r"v_cache must have shape \(any, 16, 2, 64\), got"),
+        ("k_cache", torch.zeros(6, PAGE, 1, D).byte(), ValueError, r"k_cache must have shape \(any, 16, 2, 64\), got"),
+        ("k_cache", torch.zeros(6, PAGE, 2 * D).byte(), ValueError, r"k_cache must have shape .* got \(6, 16, 128\)"),
+        ("k_cache", torch.zeros(0, PAGE, 2, D).byte(), ValueError, "k_cache must have at least one page"),
+        ("v_cache", torch.zeros(5, PAGE, 2, D).byte(), ValueError, r"v_cache .* many pages as k_cache \(6\), got 5"),
+        ("k_cache", torch.zeros(6, PAGE, D, 2).byte().mT, ValueError, "k_cache must have stride 1 in its last"),
+        ("k_cache", at_byte(8, CACHE), ValueError, "k_cache must start at a multiple of 16 bytes, got 0x[0-9a-f]*8$"),
+        ("v_cache", at_byte(1, CACHE), ValueError, "v_cache must start at a multiple of 16 bytes, got 0x[0-9a-f]*1$"),
+        ("v_cache", WIDE, ValueError, "v_cache: the head stride must be a positive multiple of 16 bytes .* got 72"),
+        ("k_cache", torch.zeros(CACHE).byte()[:1].expand(CACHE), ValueError, "k_cache: the page stride .* got 0"),
+        ("k_scale", 1.0, TypeError, "k_scale must be a torch.Tensor, got float"),
+        ("k_scale", torch.ones(1).half(), TypeError, "k_scale must have dtype torch.float32, got torch.float16"),
+        ("v_scale", torch.ones(3), ValueError, r"v_scale .* 1 element, shape \(2,\) or shape \(at least 3, 2\), got"),
+        ("v_scale", torch.ones(2, 2), ValueError, r"v_scale must have .* got shape \(2, 2\)"),
+        ("v_scale", torch.ones(1, device=META), ValueError, "v_scale must be on cpu, got meta"),
+        ("softmax_scale", float("nan"), ValueError, "softmax_scale must be a finite float, got nan"),
+        ("softmax_scale", float("inf"), ValueError, "softmax_scale must be a finite float, got inf"),
+        ("softmax_scale", torch.ones(1), ValueError, "softmax_scale must be a finite float, got tensor"),
+        ("softmax_scale", None, ValueError, "softmax_scale must be a finite float, got None"),
+        ("q_mul", torch.ones(HEADS), ValueError, r"q_mul must have shape \(8, 64\), got \(8,\)"),
+        ("q_mul", torch.ones(HEADS, D).half(), TypeError, "q_mul must have dtype torch.float32, got torch.float16"),
+        ("o_mul", torch.ones(D, HEADS).T, ValueError, "o_mul must be contiguous and aligned to 16 bytes, got strides"),
+        ("o_mul", at_byte(4, (HEADS, D), torch.float32), ValueError, "o_mul must be contiguous and aligned to 16"),
+        ("lse", torch.zeros(TOKENS, HEADS).half(), TypeError, "lse must have dtype torch.float32, got torch.float16"),
+        ("lse", torch.zeros(TOKENS, KV_HEADS), ValueError, r"lse must have shape \(any, 8\), got \(6, 2\)"),
+        ("lse", torch.zeros(5, HEADS), ValueError, r"lse must have at least num_seqs \* q_len = 6 rows, got 5"),
+        ("lse", torch.zeros(HEADS, TOKENS).T, ValueError, "lse must have stride 1 in its last dimension, got strides"),
+    ],
+)
+def test_run_refuses(runner: DecodeRunner, name: str, value: Any, error: type[Exception], message: str) -> None:
+    arguments = run_arguments(runner)
+    with pytest.raises(error, match=message):
+        runner.run(**{**arguments, name: value})
+    runner.run(**arguments)  # and goes on
+
+
+def test_run_refuses_the_plan_of_another_runner(runner: DecodeRunner) -> None:
+    other = DecodeRunner(**RUNNER)
+    with pytest.raises(ValueError, match="plan was made by another runner"):
+        runner.run(**{**run_arguments(runner), "plan": other.plan(**plan_arguments())})
+
+
+def test_the_reference_backend_compiles_nothing_and_is_always_ready(runner: DecodeRunner) -> None:
+    assert runner.backend == "reference" and "cpu" in runner.backend_reason
+    runner.precompile()
+    runner.ensure_compiled(2, torch.float16)
+    assert runner.is_compiled(2, torch.float16)
