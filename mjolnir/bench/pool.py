@@ -21,13 +21,23 @@ class KVPool:
     def __init__(self, shapes: Iterable[Shape], device: torch.device, seed: int = 1) -> None:
         self.device = device
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._sizes: dict[tuple[str, str], int] = {}
+        self._sizes = self.check_size(shapes)
         self._bytes: dict[tuple[str, str], torch.Tensor] = {}
+
+    @staticmethod
+    def check_size(shapes: Iterable[Shape]) -> dict[tuple[str, str], int]:
+        """Bytes per (KV format, data).
+
+        Raises:
+            ValueError: more than MAX_POOL_BYTES in all.
+        """
+        sizes: dict[tuple[str, str], int] = {}
         for shape in shapes:
             key = shape.kv_format, shape.data
-            self._sizes[key] = max(self._sizes.get(key, 0), shape.slots * shape.cache_bytes)
-        if (total := sum(self._sizes.values())) > MAX_POOL_BYTES:
+            sizes[key] = max(sizes.get(key, 0), shape.slots * shape.cache_bytes)
+        if (total := sum(sizes.values())) > MAX_POOL_BYTES:
             raise ValueError(f"the shapes need {total / 1e9:.1f} GB of KV caches, at most {MAX_POOL_BYTES / 1e9:.0f}")
+        return sizes
 
     def caches(self, shape: Shape) -> list[torch.Tensor]:
         """One tensor per slot, in the format's storage dtype: (2, pages, page_size, heads_kv, head_dim), or with the

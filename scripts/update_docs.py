@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Write committed results into README.md and docs/*.md, so that every number there comes from a file.
+
+    <!-- table: NAME -->    replaced whenever this runs    <!-- /table -->
+    at most <!-- num: NAME -->1.23<!-- /num --> x the target
+
+NAME of a table is one of TABLES, of a number one of NUMBERS. With --check nothing is written, and the exit code is 1
+if a document is not what this would make of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mjolnir.bench.results import Report, Row, geometric_mean  # noqa: E402
+
+RESULTS = Path("benchmarks/results/h200")
+MISSING = "not measured yet"
+
+REGION = re.compile(r"(<!-- (table|num): ([\w.-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
+MARKER = re.compile(r"<!-- /?(?:table|num)\b")
+
+
+class StaleDocument(Exception):
+    """A marker that this script cannot follow."""
+
+
+def decode_table(report: Report) -> str:
+    """The common setting only: d = 128, pages of 64 in NHD order, fp8, normal data."""
+    rows = [
+        row
+        for row in report.rows
+        if (row.head_dim, row.page_size, row.layout, row.kv_format, row.data) == (128, 64, "NHD", "fp8", "normal")
+    ]
+    return _table(
+        ("heads", "batch × length", "floor, µs", "target, µs", "measured, µs", "ratio", "TB/s"),
+        ([_heads(row), _batch(row), *_numbers(row)] for row in rows),
+        _origin(report.header),
+    )
+
+
+def decode_all_table(report: Report) -> str:
+    return _table(
+        (
+            "heads",
+            "batch × length",
+            "d",
+            "page",
+            "KV",
+            "floor, µs",
+            "target, µs",
+            "measured, µs",
+            "ratio",
+            "TB/s",
+            "rel. err.",
+            "plan, µs",
+        ),  # fmt: skip
+        (
+            [
+                _heads(row),
+                _batch(row),
+                str(row.head_dim),
+                f"{row.page_size} {row.layout}",
+                row.kv_format + ("" if row.data == "normal" else f", {row.data}"),
+                *_numbers(row),
+                f"{row.rel_err:.1e}",
+                f"{row.plan_us:.0f}",
+            ]
+            for row in report.rows
+        ),
+        _origin(report.header),
+    )
+
+
+def verify_table(record: dict[str, Any]) -> str:
+    rows, allowed = record["rows"], record["tolerances"]
+
+    def worst(field: str) -> str:
+        errors = [row[field] for row in rows]
+        return "not finite" if None in errors else f"{max(errors):.1e}"
+
+    return _table(
+        ("against the fp64 oracle", "measured", "allowed"),
+        (
+            ("cases passed", _share([row["passed"] for row in rows]), "all"),
+            ("O, worst row, beyond the output's rounding", worst("row_error"), f"{allowed['row_error']:.0e}"),
+            ("LSE, relative to max(1, LSE)", worst("lse_error"), f"{allowed['lse_error']:.0e}"),
+            ("exact probes passed", _share([ok for row in rows for ok in row["probes"].values()]), "all"),
+        ),
+        _origin(record),
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "decode": ("decode.json", decode_table),
+    "decode-all": ("decode.json", decode_all_table),
+    "verify": ("verify.json", verify_table),
+}
+
+NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "decode.rows": ("decode.json", lambda report: str(len(report.rows))),
+    "decode.geomean": ("decode.json", lambda report: f"{geometric_mean(_ratios(report)):.3f}"),
+    "decode.worst": ("decode.json", lambda report: f"{max(_ratios(report)):.2f}"),
+    "decode.best-tb-s": ("decode.json", lambda report: f"{max(row.tb_s for row in report.rows):.2f}"),
+    "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
+    "verify.cases": ("verify.json", lambda record: str(len(record["rows"]))),
+    "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
+}
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "decode.json": Report.load,
+    "verify.json": lambda path: json.loads(path.read_text(encoding="utf-8")),
+}
+
+
+def render(kind: str, name: str, results: Path) -> str:
+    """What stands between the markers.
+
+    Raises:
+        StaleDocument: no such table or number.
+    """
+    known = TABLES if kind == "table" else NUMBERS
+    if name not in known:
+        raise StaleDocument(f"{kind} must be one of {', '.join(known)}, got {name!r}")
+    file, make = known[name]
+    path = results / file
+    body = make(LOADERS[file](path)) if path.exists() else MISSING
+    return f"\n\n{body}\n\n" if kind == "table" else body
+
+
+def update(text: str, results: Path) -> str:
+    """The document with every marked region made anew.
+
+    Raises:
+        StaleDocument: a marker without its partner, or of an unknown name.
+    """
+    regions = list(REGION.finditer(text))
+    if any(MARKER.search(region[4]) for region in regions) or 2 * len(regions) != len(MARKER.findall(text)):
+        raise StaleDocument("table and num markers must come in pairs: <!-- table: NAME --> … <!-- /table -->")
+    return REGION.sub(lambda region: region[1] + render(region[2], region[3], results) + region[5], text)
+
+
+def documents(root: Path) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write committed results into README.md and docs/*.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a document is stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
+    options = parser.parse_args(arguments)
+    stale = False
+    for path in documents(options.root):
+        text = path.read_text(encoding="utf-8")
+        try:
+            updated = update(text, options.root / RESULTS)
+        except StaleDocument as error:
+            print(f"{path.name}: {error}", file=sys.stderr)
+            return 1
+        if updated == text:
+            continue
+        stale = True
+        if options.check:
+            print(f"{path.name} is stale: run scripts/update_docs.py", file=sys.stderr)
+        else:
+            path.write_text(updated, encoding="utf-8")
+            print(f"{path.name} updated")
+    return int(stale and options.check)
+
+
+def _ratios(report: Report) -> list[float]:
+    return [row.ratio for row in report.rows if row.data == "normal"]
+
+
+def _share(passed: list[bool]) -> str:
+    return f"{sum(passed)} of {len(passed)}"
+
+
+def _heads(row: Row) -> str:
+    return f"{row.heads_q}/{row.heads_kv}"
+
+
+def _batch(row: Row) -> str:
+    """ "16x8K" as 16 × 8K; lengths that are not alike are named and counted."""
+    if row.batch.endswith("mixed"):
+        text = f"{len(row.lens)} × {min(row.lens)} … {max(row.lens):,}"
+    else:
+        text = row.batch.replace("x", " × ").replace("+", " + ")
+    return text + (f", q_len {row.q_len}" if row.q_len > 1 else "")
+
+
+def _numbers(row: Row) -> list[str]:
+    return [f"{row.floor_us:.1f}", f"{row.target_us:.1f}", f"{row.us:.1f}", f"{row.ratio:.2f}", f"{row.tb_s:.2f}"]
+
+
+def _origin(header: dict[str, Any]) -> str:
+    """A line that says where the numbers come from."""
+    commit = (header.get("commit") or "unknown")[:9]
+    return f"{header['device']}, driver {header['driver']}, commit {commit}, {str(header.get('date', ''))[:10]}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], origin: str) -> str:
+    lines = [head, ["---" if i < 2 else "---:" for i in range(len(head))], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n<sub>{origin}</sub>"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
