@@ -35,8 +35,11 @@ PIECE_COST = 1
 """What a piece costs beside its tiles (Q, the merge of the warps, the output), in tiles."""
 
 MIN_SHARE = 5
-"""Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy; below that a further split
-costs more than it saves."""
+"""Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
+
+SHORT_SHARES, FEW_SPLITS = (3, MIN_SHARE, 9), 16
+"""Where the work is too little for all CTAs, latency decides: rows are the smallest of these that cut no item into
+more than FEW_SPLITS, which one round trip of the merge reads, else MIN_SHARE."""
 
 SHARES = ((1, 0.75), (1, 0.125), (2, 0.0625))
 """(rows per CTA, each this part of a CTA's equal share), in the order of the line."""
@@ -125,10 +128,13 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
 def aligned_share(length: Int64Array, shape: PlanShape) -> int:
     """The smallest row that lets every row hold one piece, and all rows run at once; 0 where other rows serve better:
     for long lines, or where it would be more than ALIGN_SLACK longer than an equal share."""
-    equal = max(-(-int(length.sum()) * shape.num_kv_heads // shape.num_ctas), MIN_SHARE)
-    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE:
+    equal = -(-int(length.sum()) * shape.num_kv_heads // shape.num_ctas)
+    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE or not len(length):
         return 0
-    for share in range(equal, equal + ALIGN_SLACK + 1):
+    longest = int(length.max())
+    short = next((share for share in SHORT_SHARES if share * FEW_SPLITS >= longest), MIN_SHARE)
+    smallest = max(equal, short)
+    for share in range(smallest, smallest + ALIGN_SLACK + 1):
         if int((-(-length // share)).sum()) * shape.num_kv_heads <= shape.num_ctas:
             return share
     return 0

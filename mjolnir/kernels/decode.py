@@ -267,7 +267,7 @@ class DecodeKernel:
             if num_rows > num_ctas:
                 ticket = Int32(0)
                 if lane == 0:
-                    ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1)
+                    ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1, "relaxed")
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
         self.hand_over(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row))
 
@@ -283,7 +283,7 @@ class DecodeKernel:
 
     @cute.jit
     def hand_over(self, smem, lane, turn, work):
-        """Put a row into the mailbox, which holds two, for the consumers."""
+        """Put a row into the mailbox, which holds two: the one the consumers work on and the one after it."""
         box = turn & 1
         ptx.mbarrier_wait(smem + self.geo.mail_free_offset + 8 * box, ((turn >> 1) & 1) ^ 1)
         if lane == 0:
@@ -292,17 +292,11 @@ class DecodeKernel:
             ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, Int32(0)))
             ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
 
-    @cute.jit
-    def receive(self, smem, lane, turn):
-        """The consumers' side of ``hand_over``."""
-        box = turn & 1
-        ptx.mbarrier_wait(smem + self.geo.mail_full_offset + 8 * box, (turn >> 1) & 1)
-        mail = smem + self.geo.mail_offset + box * 32
+    def read_mail(self, smem, turn):
+        """The row handed over at this turn; read again rather than kept in registers across a tile loop."""
+        mail = smem + self.geo.mail_offset + (turn & 1) * 32
         row, first_item, pieces, first_tile = ptx.lds128(mail)
         end_tile, first_row, last_row, _ = ptx.lds128(mail + 16)
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbarrier_arrive(smem + self.geo.mail_free_offset + 8 * box)
         return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
 
     @cute.jit
@@ -316,14 +310,15 @@ class DecodeKernel:
         q_frags = smem + geo.exchange_offset + (kv_group * geo.rows + row0) * (geo.exchange_stride * 4) + lane * 16
         stage = Int32(0)  # as the producer counts
         filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
-        turn = Int32(1)
-        work = self.receive(smem, lane, Int32(0))
-        while work.pieces >= 0:
-            for p in cutlass.range(work.pieces, unroll=1):
-                seq, head, begin, end = self.piece(args, work, p)
+        turn = Int32(0)
+        ptx.mbarrier_wait(smem + geo.mail_full_offset, Int32(0))
+        pieces = self.read_mail(smem, turn).pieces
+        while pieces >= 0:
+            for p in cutlass.range(pieces, unroll=1):
+                seq, head, begin, end = self.piece(args, self.read_mail(smem, turn), p)
                 tiles = self.tiles(begin, end)
+                seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
                 mult = self.read_q(args, q_frags, seq, head, row0, g, t)
-                limit, all_visible = self.visible(args, seq, row0, t)
                 state = self.softmax.start()
                 stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
                 mine = stage + kv_group
@@ -334,12 +329,14 @@ class DecodeKernel:
                     ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
                     filled = filled ^ (Int32(1) << mine)
                     scores = self.math.scores(k_tile, q_frags, g, t)
-                    if token0 + geo.tile > all_visible:
+                    if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
                         self.clear_rows(v_tile, end - token0, lane)
-                        for n in cutlass.range_constexpr(geo.row_tiles):
-                            for i in cutlass.range_constexpr(geo.tile // 4):
-                                seen = token0 + (i // 2) * 8 + g < limit[2 * n + i % 2]
-                                scores[n][i] = scores[n][i] if seen else Float32(NEG_INF)
+                        for c in cutlass.range_constexpr(2 * geo.row_tiles):
+                            q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
+                            seen = seq_len - (args.q_len - 1 - q_token) * args.causal - token0 - g
+                            for i in cutlass.range_constexpr(geo.tile // 8):
+                                s = scores[c // 2][2 * i + c % 2]
+                                scores[c // 2][2 * i + c % 2] = s if 8 * i < seen else Float32(NEG_INF)
                     self.softmax.update(state, scores, mult)
                     self.math.accumulate(v_tile, scores, state.acc, g, t)
                     cute.arch.sync_warp()
@@ -351,15 +348,20 @@ class DecodeKernel:
                 epilogue.share(state, mult, kv_group, row0)
                 partial_slot = Int32(-1)
                 if cutlass.const_expr(self.variant.split):
+                    work = self.read_mail(smem, turn)
                     if p == work.pieces - 1 and work.end_tile > 0:
                         partial_slot = 2 * work.row + 1
                     if p == 0 and work.first_tile > 0:
                         partial_slot = 2 * work.row
                 epilogue.write(partial_slot)
             if cutlass.const_expr(self.variant.split):
-                self.merge_splits(args, work, smem, warp, lane)
-            work = self.receive(smem, lane, turn)
+                self.merge_splits(args, self.read_mail(smem, turn), smem, warp, lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbarrier_arrive(smem + geo.mail_free_offset + 8 * (turn & 1))
             turn += 1
+            ptx.mbarrier_wait(smem + geo.mail_full_offset + 8 * (turn & 1), (turn >> 1) & 1)
+            pieces = self.read_mail(smem, turn).pieces
 
     @cute.jit
     def merge_splits(self, args, work, smem, warp, lane):
@@ -423,16 +425,6 @@ class DecodeKernel:
             scale = row_unscale * (factor * sign) * LOG2_E
             mult.append(cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN)))
         return mult
-
-    @cute.jit
-    def visible(self, args, seq, row0, t):
-        """How many keys each of this lane's columns sees, and how many all rows of the item see."""
-        seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
-        limit = []
-        for c in cutlass.range_constexpr(2 * self.geo.row_tiles):
-            q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
-            limit.append(seq_len - (args.q_len - 1 - q_token) * args.causal)
-        return limit, seq_len - (args.q_len - 1) * args.causal
 
     @cute.jit
     def clear_rows(self, v_tile, first, lane):

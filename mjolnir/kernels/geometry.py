@@ -9,11 +9,16 @@ from mjolnir.variant import Variant
 
 WARP = 32
 
-RING_BYTES = 64 * 1024
-"""K and V bytes in flight per CTA: two CTAs of 64 KB were 5-10 % faster than one of 192 KB on an H200."""
+RING_BYTES = (64 * 1024, 32 * 1024, 16 * 1024)
+"""K and V bytes in flight per CTA; the largest that fits. Two CTAs of 64 KB were 5-10 % faster than one of 192 KB on
+an H200, and a ring of four stages, one per consumer warp, faster than one of eight."""
 
-STAGE_BYTES = 16 * 1024
-"""Largest stage: four stages, one per consumer warp, fill the ring."""
+RING_STAGES = 4
+
+SMEM_BYTES = {"sm_120a": 99 * 1024}
+"""Shared memory per SM where it is not OTHER_SMEM_BYTES; 1 KB of it goes to each CTA's launch."""
+
+OTHER_SMEM_BYTES = 227 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,18 @@ class Geometry:
 
     @classmethod
     def of(cls, variant: Variant) -> Geometry:
+        available = SMEM_BYTES.get(variant.arch, OTHER_SMEM_BYTES)
+        for ring_bytes in RING_BYTES:
+            geometry = cls._with_ring(variant, ring_bytes)
+            fit = available // (geometry.smem_bytes + 1024)
+            if fit >= (variant.ctas_per_sm or 1):
+                return dataclasses.replace(geometry, ctas_per_sm=variant.ctas_per_sm or min(fit, 2))
+        raise ValueError(
+            f"{variant.name}: needs {geometry.smem_bytes} bytes of shared memory a CTA, of {available} on an SM"
+        )
+
+    @classmethod
+    def _with_ring(cls, variant: Variant, ring_bytes: int) -> Geometry:
         bits = get_format(variant.kv_format).bits
         d, rows = variant.head_size, variant.rows
         row_bytes = d * bits // 8
@@ -44,17 +61,16 @@ class Geometry:
         # The accumulator takes rows_per_warp * d / 32 registers a lane: 64 of them at 16 rows and d = 128.
         rows_per_warp = 16 if rows >= 16 and d <= 128 else 8
         row_groups = rows // rows_per_warp
-        consumers = max(4, row_groups)
-        kv_groups = consumers // row_groups
         # S takes rows_per_warp * tile / 32 registers a lane, too many beside O at 16 rows and 64 tokens.
-        tile = min(64 if rows_per_warp == 8 else 32, STAGE_BYTES // (2 * row_bytes))
-        stages = variant.stages or max(RING_BYTES // (2 * row_bytes * tile), kv_groups)
+        tile = min(64 if rows_per_warp == 8 else 32, max(16, ring_bytes // RING_STAGES // (2 * row_bytes)))
+        stages = variant.stages or ring_bytes // (2 * row_bytes * tile)
+        kv_groups = min(max(4, row_groups) // row_groups, stages)
         if stages % kv_groups:
             # A warp owns its stages in every round; otherwise one a round ahead would wait on a stale parity.
             raise ValueError(f"stages = {stages}: expected a multiple of the {kv_groups} kv groups")
         if stages > 32:
             raise ValueError(f"stages = {stages}: expected at most 32, one bit of a register each")
-        geometry = cls(
+        return cls(
             head_size=d,
             rows=rows,
             panel_bytes=panel_bytes,
@@ -65,12 +81,9 @@ class Geometry:
             rows_per_warp=rows_per_warp,
             row_groups=row_groups,
             kv_groups=kv_groups,
-            ctas_per_sm=variant.ctas_per_sm or 2,
+            ctas_per_sm=1,
             q_terms=2 if variant.q_split else 1,
         )
-        if not variant.ctas_per_sm and 2 * (geometry.smem_bytes + 1024) > 227 * 1024:
-            geometry = dataclasses.replace(geometry, ctas_per_sm=1)
-        return geometry
 
     @property
     def consumer_warps(self) -> int:

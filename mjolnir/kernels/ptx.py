@@ -101,6 +101,11 @@ def ldg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
+def ldg_cg_f32x3(addr: Any) -> Any:
+    """The first three of four floats."""
+    return _asm("fff", "{ .reg .f32 last; ld.global.cg.v4.f32 {$0,$1,$2,last}, [$3]; }", [addr], "l", True)
+
+
 def ldg_cg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
@@ -117,9 +122,9 @@ def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
     _asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
 
 
-def atomic_inc(addr: Any, last: Any) -> Any:
-    """The old value; the counter wraps to 0 after ``last``, so it resets itself."""
-    return _asm("r", "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
+def atomic_inc(addr: Any, last: Any, order: str) -> Any:
+    """The old value; the counter wraps to 0 after ``last``, so it resets itself. ``order``: "relaxed" or "acq_rel"."""
+    return _asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
 
 
 # mbarrier and TMA
