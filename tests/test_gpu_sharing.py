@@ -26,6 +26,11 @@ def two_problems() -> tuple[Problem, Problem]:
     return make_problem(LENS, "cuda", page_size=16), make_problem(LENS[::-1], "cuda", head_size=64, seed=1)
 
 
+def test_compiled_kernels_run_here() -> None:
+    """Else every GPU test would pass on the reference backend."""
+    assert make_runner(make_problem(LENS, "cuda")).backend == "cute"
+
+
 def test_two_runners_on_two_streams() -> None:
     problems = two_problems()
     runners = [make_runner(problem) for problem in problems]
