@@ -1,7 +1,8 @@
 """A Problem through a DecodeRunner, for the tests that run on the reference backend and on the kernel alike.
 
-On a GPU machine without the CuTe DSL the kernels come compiled: ``PYTHONPATH=. python tests/running.py FOLDER`` compiles
-those that the tests and ``mjolnir verify`` ask for, and ``variant_of`` refuses, on every machine, a runner that asks for another.
+On a GPU machine without the CuTe DSL the kernels come compiled: ``PYTHONPATH=. python tests/running.py FOLDER`` makes a
+folder of those that the tests and ``mjolnir verify`` ask for. ``make_runner`` refuses, on every machine, to make a
+runner that asks for another.
 """
 
 from __future__ import annotations
