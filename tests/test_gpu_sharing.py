@@ -151,6 +151,30 @@ def test_the_same_call_gives_the_same_bits() -> None:
         assert_same(result, want)
 
 
+@pytest.mark.parametrize("tokens", [10_000, 21_000, 90_000, 131_072, 140_000])
+def test_one_sequence_over_every_cta(tokens: int) -> None:
+    """One KV head: from a few splits to more than 256, merged in one step or two."""
+    problem = make_problem([tokens], "cuda", heads=4, kv_heads=1)
+    runner = make_runner(problem)
+    want = run(runner, problem)
+    assert_oracle(problem, *want)
+    assert_same(run(runner, problem), want)
+
+
+def test_rows_that_end_one_long_item_and_begin_the_next() -> None:
+    """Long items next to each other, cut into 30 to 36 splits: at 33 the merge in two steps leaves a team of one, whose
+    row leads a team of the next item too, and both count arrivals. On 50 SMs, so that few tokens make such plans."""
+    longest = 70_000
+    problem = make_problem([longest] * 4, "cuda", heads=4, kv_heads=1, head_size=64)
+    runner = make_runner(problem, sm_count=50)
+    for length in range(58_000, longest + 1, 1_000):
+        problem.cache.seq_lens.fill_(length)
+        want = run(runner, problem)
+        assert_oracle(problem, *want)
+        for _ in range(5):  # who arrives first is a matter of luck
+            assert_same(run(runner, problem), want)
+
+
 @pytest.mark.parametrize("neighbours", [0, 3, 40])
 def test_without_splits_a_sequence_alone_and_in_a_batch_has_the_same_bits(neighbours: int) -> None:
     problem = make_problem([1500, 77], "cuda", page_size=16)
