@@ -31,23 +31,25 @@ PLAN_TILE = 64
 PLAN_COLUMNS = 8
 """int32 words of the header, and of a row."""
 
-PIECE_COST = 1
-"""What a piece costs beside its tiles (Q, the merge of the warps, the output), in tiles."""
+PIECE_COST = 2
+"""What a piece costs beside its tiles, in tiles: 2-3 us (Q, the merge of the warps, the output), of which the ring
+hides some; a tile takes a CTA about 1 us once all of them stream."""
 
-MIN_SHARE = 5
+MIN_SHARE = 4 + PIECE_COST
 """Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
 
-SHORT_SHARES, FEW_SPLITS = (3, MIN_SHARE, 9), 16
+SHORT_SHARES, FEW_SPLITS = (2 + PIECE_COST, MIN_SHARE, 8 + PIECE_COST), 16
 """Where the work is too little for all CTAs, latency decides: rows are the smallest of these that cut no item into
 more than FEW_SPLITS, which one round trip of the merge reads, else MIN_SHARE."""
 
-SHARES = ((1, 0.75), (1, 0.125), (2, 0.0625))
-"""(rows per CTA, each this part of a CTA's equal share), in the order of the line."""
+SHARES = ((1, 8), (2, 1))
+"""(rows per CTA, each this many tenths of a CTA's equal share), in the order of the line."""
 
 ROWS_PER_CTA = sum(rows for rows, _ in SHARES)
 
-DYNAMIC_ABOVE = 32
-"""Equal share in tiles from which rows get smaller towards the end; below it every CTA gets one row at most."""
+DYNAMIC_ABOVE = 96
+"""Equal share in tiles from which rows get smaller towards the end; below it every CTA gets one row at most: a small
+row costs more, about 3 us, than evening out the ends gains."""
 
 ALIGN_SLACK = 3
 """Below DYNAMIC_ABOVE, rows that hold one piece each may be this much longer than equal ones: a row that ends one
@@ -150,8 +152,8 @@ def cut_line(total: int, longest: int, shape: PlanShape) -> list[Segment]:
     if equal < DYNAMIC_ABOVE:
         return [Segment(0, 0, max(equal, MIN_SHARE))]
     segments, start, first_row = [], 0, 0
-    for rows, part in SHARES:
-        share = -(-int(total * part) // shape.num_ctas)
+    for rows, tenths in SHARES:
+        share = -(-total * tenths // (10 * shape.num_ctas))
         segments.append(Segment(start, first_row, share))
         start += rows * shape.num_ctas * share
         first_row += rows * shape.num_ctas

@@ -21,12 +21,15 @@ import torch
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
 from mjolnir.checks import check_choice, check_positive_int, check_tensor
 from mjolnir.formats import get_format
-from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
+from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature, layout_key, needs_q_split
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
+
+MAX_PREPARED = 256
+"""Layouts a runner remembers; a model has a few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +142,7 @@ class DecodeRunner:
         self._shape = RunnerShape(
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name
         )
-        self._signatures: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
+        self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
         self._cute: Any = None
         if self.backend == CUTE:
             from mjolnir.backends.cute import CuteBackend, Tuning
@@ -251,100 +254,80 @@ class DecodeRunner:
         if not isinstance(softmax_scale, (float, int)) or not math.isfinite(softmax_scale):
             raise ValueError(f"softmax_scale must be a finite float, got {softmax_scale!r}")
         if self._cute is None:
-            self._check(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+            self._prepare(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
             torch_ref.decode(
                 query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
                 num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
                 kv_format=self.kv_format.name, q_mul=q_mul, o_mul=o_mul, lse=lse,
             )  # fmt: skip
             return
-        q_ptr, out_ptr, k_ptr, v_ptr = query.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        q_mul_ptr = q_mul.data_ptr() if q_mul is not None else 0
-        o_mul_ptr = o_mul.data_ptr() if o_mul is not None else 0
-        # Everything that the checks, the kernel choice and the strides depend on: a hit costs a few microseconds.
-        key = (
-            plan.num_seqs, plan.q_len, plan.causal, plan.block_table.shape[1], plan.block_table.stride(0),
-            query.dtype, query.shape, query.stride(), out.dtype, out.shape, out.stride(),
-            k_cache.dtype, k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(),
-            k_scale.dtype, k_scale.shape, k_scale.stride(), v_scale.dtype, v_scale.shape, v_scale.stride(),
-            None if q_mul is None else (q_mul.dtype, q_mul.shape, q_mul.stride(), q_mul.get_device()),
-            None if o_mul is None else (o_mul.dtype, o_mul.shape, o_mul.stride(), o_mul.get_device()),
-            None if lse is None else (lse.dtype, lse.shape, lse.stride(), lse.get_device()),
-            q_ptr & 15, out_ptr & 7, (k_ptr | v_ptr | q_mul_ptr | o_mul_ptr) & 15,
-            query.get_device(), out.get_device(), k_cache.get_device(), v_cache.get_device(),
-            k_scale.get_device(), v_scale.get_device(),
-        )  # fmt: skip
-        prepared = self._signatures.get(key)
-        if prepared is None:
-            signature = self._check(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
-            max_len = plan.block_table.shape[1] * self.page_size
-            launch = self._cute.prepare(signature, plan.q_len, plan.causal, max_len, plan.block_table.stride(0))
-            prepared = self._signatures[key] = (signature, launch)
-        signature, launch = prepared
-        tokens = plan.num_seqs * plan.q_len
-        target = out
-        if signature.pack_query:
-            query = query[:tokens].reshape(tokens, self.num_heads, self.head_size).contiguous()
-            q_ptr = query.data_ptr()
-        if signature.pack_out:
-            target = torch.empty(tokens, self.num_heads, self.head_size, dtype=out.dtype, device=out.device)
-            out_ptr = target.data_ptr()
-        with torch.cuda.device(self.device):
-            launch(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse.data_ptr() if lse is not None else 0,
-                plan.block_table.data_ptr(), plan.seq_lens.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr(),
-                q_mul_ptr, o_mul_ptr, softmax_scale, torch.cuda.current_stream(self.device).cuda_stream,
-            )  # fmt: skip
+        signature, launch = self._prepare(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+        # The copies take all rows: a captured graph may replay a plan of more sequences than it was captured with.
+        source = query.clone(memory_format=torch.contiguous_format) if signature.pack_query else query
+        target = out.clone(memory_format=torch.contiguous_format) if signature.pack_out else out
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse)
+        launch(
+            source.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            target.data_ptr(),
+            lse.data_ptr() if lse is not None else 0,
+            plan.block_table.data_ptr(),
+            plan.seq_lens.data_ptr(),
+            k_scale.data_ptr(),
+            v_scale.data_ptr(),
+            q_mul.data_ptr() if q_mul is not None else 0,
+            o_mul.data_ptr() if o_mul is not None else 0,
+            plan.block_table.stride(0),
+            plan.block_table.shape[1] * self.page_size,
+            softmax_scale,
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
         if target is not out:
-            out[:tokens].copy_(target.view(tokens, *out.shape[1:]))
+            out.copy_(target)
 
-    def precompile(self, query_dtype: torch.dtype | None = None) -> None:
+    def _prepare(self, plan: StepPlan, *tensors: Any) -> tuple[Signature, Any]:
+        """The checked layout of ``run``'s tensors and, on a GPU, the kernel for it: made once per layout."""
+        key = (plan.q_len, plan.causal, layout_key(tensors))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            signature = Signature.check(self._shape, self.device, *tensors)
+            launch = self._cute.prepare(signature, plan.q_len, plan.causal) if self._cute is not None else None
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            prepared = self._prepared[key] = (signature, launch)
+        prepared[0].check_step(plan.num_seqs, plan.q_len)
+        return prepared
+
+    def precompile(self, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernels of every q_len up to max_q_len; does nothing on the reference backend.
 
         Args:
             query_dtype: of the queries to come; None: ``out_dtype``.
+            q_mul: whether ``run`` will be given q_mul.
         """
         for q_len in range(1, self.max_q_len + 1):
-            self.ensure_compiled(q_len, query_dtype)
+            self.ensure_compiled(q_len, query_dtype, q_mul)
 
-    def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None) -> None:
-        """Compile or load the kernel of one q_len unless the process has it."""
+    def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
+        """Compile or load the kernel of one q_len unless the process has it; arguments as ``precompile``."""
         if self._cute is not None:
-            self._cute.obtain(self._variant(q_len, query_dtype))
+            self._cute.obtain(self._variant(q_len, query_dtype, q_mul))
 
-    def is_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None) -> bool:
+    def is_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> bool:
         """Whether ``run`` can be captured now; True on the reference backend, which compiles nothing."""
         if self._cute is None:
             return True
-        from mjolnir.compiler import kernel_cache
+        return self._cute.is_compiled(self._variant(q_len, query_dtype, q_mul))
 
-        return kernel_cache().is_compiled(self._variant(q_len, query_dtype))
-
-    def _variant(self, q_len: int, query_dtype: torch.dtype | None) -> Any:
+    def _variant(self, q_len: int, query_dtype: torch.dtype | None, q_mul: bool) -> Any:
         q_len = check_positive_int("q_len", q_len)
         if q_len > self.max_q_len:
             raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
         dtype = check_choice("query_dtype", query_dtype or self.out_dtype, tuple(DTYPE_NAMES))
-        q_split = self.kv_format.name == "bf16" and dtype == torch.float16
-        return self._cute.variant(q_len, DTYPE_NAMES[dtype], q_split)
-
-    def _check(
-        self,
-        plan: StepPlan,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        v_scale: torch.Tensor,
-        q_mul: torch.Tensor | None,
-        o_mul: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> Signature:
-        return Signature.check(
-            self._shape, self.device, plan.num_seqs * plan.q_len, plan.num_seqs,
-            query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse,
-        )  # fmt: skip
+        return self._cute.variant(q_len, DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul))
 
 
 def _host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,18 @@ TMA_ALIGN = 16
 """Bytes: the TMA's alignment of addresses and strides."""
 
 TMA_MAX_STRIDE = 1 << 40
+
+
+def needs_q_split(query_dtype: torch.dtype, has_q_mul: bool) -> bool:
+    """Whether Q is no bf16 value, so that the MMA of a bf16 cache takes it as a sum of two."""
+    return query_dtype == torch.float16 or has_q_mul
+
+
+def layout_key(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+    """Everything that ``Signature.check`` looks at, as a dict key: a few microseconds."""
+    return tuple(
+        [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15) for t in tensors]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +45,8 @@ class RunnerShape:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Strides are in elements, those of K and V in units of 16 bytes, as the kernel takes them."""
+    """Strides are in elements, those of K and V in units of 16 bytes, as the kernel takes them. Nothing here depends
+    on the step; ``check_step`` does."""
 
     q_dtype: str
     q_strides: tuple[int, int]  # token, head
@@ -47,14 +61,14 @@ class Signature:
     num_pages: int
     page_size: int
     needs_q_split: bool
+    token_rows: tuple[tuple[str, int], ...]  # tensors with a row per token, and their rows
+    seq_rows: tuple[tuple[str, int], ...]  # descales with a row per sequence, and their rows
 
     @classmethod
     def check(
         cls,
         shape: RunnerShape,
         device: torch.device,
-        tokens: int,
-        num_seqs: int,
         query: torch.Tensor,
         out: torch.Tensor,
         k_cache: torch.Tensor,
@@ -72,8 +86,8 @@ class Signature:
         """
         check_tensor("query", query, dtype=tuple(DTYPE_NAMES), device=device)
         check_tensor("out", out, dtype=shape.out_dtype, device=device)
-        q_strides, pack_query = _row_strides("query", query, shape, tokens, align=8)
-        out_strides, pack_out = _row_strides("out", out, shape, tokens, align=4)
+        q_strides, pack_query = _row_strides("query", query, shape, align=8)
+        out_strides, pack_out = _row_strides("out", out, shape, align=4)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_tensor(name, scale, device=device)
         k_strides = _cache_strides("k_cache", k_cache, shape, device)
@@ -91,8 +105,9 @@ class Signature:
         if lse is not None:
             check_tensor("lse", lse, dtype=torch.float32, shape=(None, shape.num_heads), device=device,
                          contiguous_rows=True)  # fmt: skip
-            if lse.shape[0] < tokens:
-                raise ValueError(f"lse must have at least num_seqs * q_len = {tokens} rows, got {lse.shape[0]}")
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        token_rows = {"query": query.shape[0], "out": out.shape[0]} | ({"lse": lse.shape[0]} if lse is not None else {})
+        seq_rows = {name: scale.shape[0] for name, scale in scales.items() if scale.dim() == 2 and scale.numel() > 1}
         return cls(
             q_dtype=DTYPE_NAMES[query.dtype],
             q_strides=q_strides,
@@ -102,17 +117,30 @@ class Signature:
             lse_stride=lse.stride(0) if lse is not None else 0,
             k_strides=k_strides,
             v_strides=v_strides,
-            k_scale_strides=_strides2(scale_view("k_scale", k_scale, num_seqs, shape.num_kv_heads)),
-            v_scale_strides=_strides2(scale_view("v_scale", v_scale, num_seqs, shape.num_kv_heads)),
+            k_scale_strides=_scale_strides("k_scale", k_scale, shape.num_kv_heads),
+            v_scale_strides=_scale_strides("v_scale", v_scale, shape.num_kv_heads),
             num_pages=k_cache.shape[0],
             page_size=shape.page_size,
-            needs_q_split=query.dtype == torch.float16 or q_mul is not None,
+            needs_q_split=needs_q_split(query.dtype, q_mul is not None),
+            token_rows=tuple(token_rows.items()),
+            seq_rows=tuple(seq_rows.items()),
         )
 
+    def check_step(self, num_seqs: int, q_len: int) -> None:
+        """Check that the tensors have the rows that a step asks for.
 
-def _row_strides(
-    name: str, t: torch.Tensor, shape: RunnerShape, tokens: int, align: int
-) -> tuple[tuple[int, int], bool]:
+        Raises:
+            ValueError: naming the one that does not.
+        """
+        for name, rows in self.token_rows:
+            if rows < num_seqs * q_len:
+                raise ValueError(f"{name} must have at least num_seqs * q_len = {num_seqs * q_len} rows, got {rows}")
+        for name, rows in self.seq_rows:
+            if rows < num_seqs:
+                raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows}")
+
+
+def _row_strides(name: str, t: torch.Tensor, shape: RunnerShape, align: int) -> tuple[tuple[int, int], bool]:
     """(token stride, head stride) of query or out, and whether its rows must be packed because they do not start at
     multiples of ``align`` elements or are not contiguous."""
     heads, d = shape.num_heads, shape.head_size
@@ -120,8 +148,6 @@ def _row_strides(
         raise ValueError(
             f"{name} must have shape (tokens, {heads}, {d}) or (tokens, {heads * d}), got {tuple(t.shape)}"
         )
-    if t.shape[0] < tokens:
-        raise ValueError(f"{name} must have at least num_seqs * q_len = {tokens} tokens, got {t.shape[0]}")
     token = t.stride(0) if t.shape[0] > 1 else heads * d
     head = (t.stride(1) if heads > 1 else d) if t.dim() == 3 else d
     contiguous = t.stride(-1) == 1
@@ -151,5 +177,7 @@ def _cache_strides(name: str, t: torch.Tensor, shape: RunnerShape, device: torch
     return units[0], units[1], units[2]
 
 
-def _strides2(t: torch.Tensor) -> tuple[int, int]:
-    return t.stride(0), t.stride(1)
+def _scale_strides(name: str, scale: torch.Tensor, num_kv_heads: int) -> tuple[int, int]:
+    """(sequence, head) strides of a descale; 0 where its values are shared."""
+    view = scale_view(name, scale, 0, num_kv_heads)
+    return view.stride(0), view.stride(1)

@@ -90,7 +90,7 @@ class CuteBackend:
             rows=rows_class(q_len * self.group),
             split=tuning.max_splits != 1,
             pdl=tuning.pdl,
-            q_split=q_split,
+            q_split=q_split and self.kv_format == "bf16",
             stages=tuning.kv_stages or 0,
             ctas_per_sm=tuning.ctas_per_sm or 0,
         )
@@ -123,9 +123,9 @@ class CuteBackend:
         buffer.device.copy_(staging, non_blocking=True)
         return buffer
 
-    def prepare(self, signature: Signature, q_len: int, causal: bool, max_len: int, block_table_stride: int) -> Launch:
+    def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:
         """The kernel and its arguments that depend on layouts but not on addresses."""
-        variant = self.variant(q_len, signature.q_dtype, self.kv_format == "bf16" and signature.needs_q_split)
+        variant = self.variant(q_len, signature.q_dtype, signature.needs_q_split)
         kernel = self.obtain(variant)
         geometry = Geometry.of(variant)
         strides = (
@@ -134,11 +134,9 @@ class CuteBackend:
             signature.lse_stride,
             *signature.k_strides,
             *signature.v_strides,
-            block_table_stride,
             *signature.k_scale_strides,
             *signature.v_scale_strides,
             signature.num_pages,
-            max_len,
             signature.page_size.bit_length() - 1,
             self.num_kv_heads,
             self.group,
@@ -150,6 +148,9 @@ class CuteBackend:
         buffer = self.plan_buffer(q_len)
         addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.rows].data_ptr())
         return Launch(kernel, addresses, strides, buffer.shape.num_ctas)
+
+    def is_compiled(self, variant: Variant) -> bool:
+        return kernel_cache().is_compiled(variant)
 
     def obtain(self, variant: Variant) -> Callable[..., Any]:
         """The compiled kernel.
@@ -188,10 +189,12 @@ class Launch:
         v_scale: int,
         q_mul: int,
         o_mul: int,
+        block_table_stride: int,
+        max_len: int,
         softmax_scale: float,
         stream: int,
     ) -> None:
         self.kernel(
             q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
-            *self.layout, softmax_scale, self.grid, stream,
+            block_table_stride, max_len, softmax_scale, *self.layout, self.grid, stream,
         )  # fmt: skip

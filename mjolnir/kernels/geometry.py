@@ -21,6 +21,18 @@ SMEM_BYTES = {"sm_120a": 99 * 1024}
 OTHER_SMEM_BYTES = 227 * 1024
 
 
+# The merge of splits (split.py)
+
+LOADS_IN_FLIGHT = 8
+"""Splits that a thread reads at once. A round trip to L2 takes as long for 16, but the longer code, which is fetched
+cold, cost more than the trips it saved."""
+
+ONE_STEP_SPLITS = 32
+"""More splits are merged in two steps, by teams of neighbours, at the price of one more arrival (0.7 us)."""
+
+TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 16, 32, 256
+
+
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """Static sizes. A panel is the part of a K or V row that one swizzled shared-memory row holds (at most
