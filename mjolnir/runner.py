@@ -290,7 +290,11 @@ class DecodeRunner:
 
     def _prepare(self, plan: StepPlan, *tensors: Any) -> tuple[Signature, Any]:
         """The checked layout of ``run``'s tensors and, on a GPU, the kernel for it: made once per layout."""
-        key = (plan.q_len, plan.causal, layout_key(tensors))
+        try:
+            key = (plan.q_len, plan.causal, layout_key(tensors))
+        except AttributeError:  # not a tensor: the check says which
+            Signature.check(self._shape, self.device, *tensors)
+            raise
         prepared = self._prepared.get(key)
         if prepared is None:
             signature = Signature.check(self._shape, self.device, *tensors)
