@@ -192,7 +192,7 @@ ROWS = (TOKENS, HEADS, D)
         ("k_cache", torch.zeros(CACHE).byte()[:1].expand(CACHE), ValueError, "k_cache: the page stride .* got 0"),
         ("k_scale", 1.0, TypeError, "k_scale must be a torch.Tensor, got float"),
         ("k_scale", torch.ones(1).half(), TypeError, "k_scale must have dtype torch.float32, got torch.float16"),
-        (
+        ("v_scale", torch.ones(3), ValueError, r"v_scale must have 1 element, shape .2,. or .* got shape \(3,\)"),
             "v_scale",
             torch.ones(3),
             ValueError,
