@@ -38,9 +38,9 @@ hides some; a tile takes a CTA about 1 us once all of them stream."""
 MIN_SHARE = 4 + PIECE_COST
 """Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
 
-SHORT_SHARES, FEW_SPLITS = (2 + PIECE_COST, MIN_SHARE, 8 + PIECE_COST), 16
-"""Where the work is too little for all CTAs, latency decides: rows are the smallest of these that cut no item into
-more than FEW_SPLITS, which one round trip of the merge reads, else MIN_SHARE."""
+SHORT_TILES, FEW_SPLITS = (2, 4, 8), 16
+"""Where the work is too little for all CTAs, latency decides: a row has the fewest of these tiles that cut no item
+into more than FEW_SPLITS, else 4. Two steps of merging cost as much as four more tiles."""
 
 SHARES = ((1, 8), (2, 1))
 """(rows per CTA, each this many tenths of a CTA's equal share), in the order of the line."""
@@ -94,13 +94,13 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         share of its segment by at most PIECE_COST, unless max_splits = 1.
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
-    length = np.maximum(-(-(lens + margin) // PLAN_TILE), 1) + PIECE_COST
-    align = aligned_share(length, shape)
-    if align:
-        length = -(-length // align) * align
+    tiles = np.maximum(-(-(lens + margin) // PLAN_TILE), 1)
+    aligned = aligned_share(tiles, shape)
+    cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
+    length = -(-tiles // aligned) * aligned if aligned else tiles + cost
     seq_start = np.concatenate(([0], np.cumsum(length * shape.num_kv_heads)))
     total = int(seq_start[-1])
-    segments = [Segment(0, 0, align)] if align else cut_line(total, int(length.max(initial=0)), shape)
+    segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, int(tiles.max(initial=0)), shape)
 
     position = np.minimum(_row_starts(segments, shape.num_rows + 1), total)
     seq = np.searchsorted(seq_start, position, side="right") - 1
@@ -115,10 +115,10 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         seq, head = item // shape.num_kv_heads, item % shape.num_kv_heads
         tile = np.zeros_like(offset)
     else:
-        tile = np.maximum(offset - PIECE_COST, 0)
-        # Tile k of an item lies at item_start + PIECE_COST + k, and belongs to the row it lies in.
+        tile = np.maximum(offset - cost, 0)
+        # Tile k of an item lies at item_start + cost + k, and belongs to the row it lies in.
         item_start = position - offset
-        plan[1:, 6] = _row_of(segments, item_start + PIECE_COST)[:-1]
+        plan[1:, 6] = _row_of(segments, item_start + cost)[:-1]
         plan[1:, 7] = _row_of(segments, item_start + item_length - 1)[1:]
     for column, values in enumerate((seq, head, tile)):
         plan[1:, column] = values[:-1]
@@ -127,28 +127,26 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     return plan
 
 
-def aligned_share(length: Int64Array, shape: PlanShape) -> int:
-    """The smallest row that lets every row hold one piece, and all rows run at once; 0 where other rows serve better:
-    for long lines, or where it would be more than ALIGN_SLACK longer than an equal share."""
-    equal = -(-int(length.sum()) * shape.num_kv_heads // shape.num_ctas)
-    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE or not len(length):
+def aligned_share(tiles: Int64Array, shape: PlanShape) -> int:
+    """Tiles per row where every row can hold one piece and all rows run at once; 0 where other rows serve better: for
+    long lines, or where it would be more than ALIGN_SLACK longer than an equal share. ``tiles``: per sequence."""
+    equal = -(-int(tiles.sum()) * shape.num_kv_heads // shape.num_ctas)
+    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE or not len(tiles):
         return 0
-    longest = int(length.max())
-    short = next((share for share in SHORT_SHARES if share * FEW_SPLITS >= longest), MIN_SHARE)
+    short = next((share for share in SHORT_TILES if share * FEW_SPLITS >= tiles.max()), MIN_SHARE - PIECE_COST)
     smallest = max(equal, short)
     for share in range(smallest, smallest + ALIGN_SLACK + 1):
-        if int((-(-length // share)).sum()) * shape.num_kv_heads <= shape.num_ctas:
+        if int((-(-tiles // share)).sum()) * shape.num_kv_heads <= shape.num_ctas:
             return share
     return 0
 
 
 def cut_line(total: int, longest: int, shape: PlanShape) -> list[Segment]:
-    """The segments that cover a line of ``total``; ``longest`` is the longest item."""
+    """The segments that cover a line of ``total``; ``longest`` is the most tiles of an item."""
     equal = -(-total // shape.num_ctas)
     if shape.max_splits not in (None, 1):
         # n tiles touch at most (n - 2) // share + 2 rows of one size.
-        tiles = longest - PIECE_COST
-        return [Segment(0, 0, max(equal, MIN_SHARE, (tiles - 2) // (shape.max_splits - 1) + 1))]
+        return [Segment(0, 0, max(equal, MIN_SHARE, (longest - 2) // (shape.max_splits - 1) + 1))]
     if equal < DYNAMIC_ABOVE:
         return [Segment(0, 0, max(equal, MIN_SHARE))]
     segments, start, first_row = [], 0, 0

@@ -193,6 +193,8 @@ class DecodeKernel:
             ptx.prefetch_tensormap(desc_v)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.variant.pdl):
+            if warp == geo.consumer_warps:
+                self.touch(args, cta, lane)
             # Nothing may be read before this: the kernel before may still be writing lengths, scales, Q or the cache.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -201,6 +203,30 @@ class DecodeKernel:
             self.produce(args, cta, smem, lane, desc_k, desc_v)
         else:
             self.consume(args, smem, warp, lane)
+
+    @cute.jit
+    def touch(self, args, cta, lane):
+        """Ask for the lines and address translations of what the kernel reads first, without looking at them: they
+        are on their way while the kernel before ends."""
+        address = args.plan
+        if lane == 1:
+            address = args.plan + (Int64(cta) + 1) * (PLAN_COLUMNS * 4)
+        if lane == 2:
+            address = args.seq_lens
+        if lane == 3:
+            address = args.block_table
+        if lane == 4:
+            address = args.k_scale
+        if lane == 5:
+            address = args.v_scale
+        if lane == 6:
+            address = args.counters + Int64(cta) * 8
+        if lane == 7:
+            address = args.partials + Int64(cta) * (self.geo.partial_floats * 8)
+        if lane == 8:
+            address = args.q
+        if lane < 9 and address != 0:
+            ptx.prefetch_l2(address)
 
     @cute.jit
     def produce(self, args, cta, smem, lane, desc_k, desc_v):

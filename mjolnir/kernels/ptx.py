@@ -127,6 +127,10 @@ def atomic_inc(addr: Any, last: Any, order: str) -> Any:
     return _asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
 
 
+def prefetch_l2(addr: Any) -> None:
+    _asm("", "prefetch.global.L2 [$0];", [addr], "l", True)
+
+
 # mbarrier and TMA
 
 
