@@ -117,3 +117,21 @@ def test_unrun_arch_compiles_and_fits(variant, report_of):
 
 def test_every_arch_has_a_memory_size():
     assert SMEM_PER_SM.keys() == set(KERNEL_ARCHS.values())
+
+
+@pytest.mark.parametrize("arch", SMEM_PER_SM)
+def test_ring_fits_the_arch(arch):
+    for variant in all_variants(arch):
+        geometry = Geometry.of(variant)
+        assert geometry.ctas_per_sm * (geometry.smem_bytes + RESERVED_SMEM) <= SMEM_PER_SM[arch], variant.name
+        assert geometry.stages % geometry.kv_groups == 0, variant.name
+        boxes = 2 * geometry.panels * geometry.tile // 16  # of the smallest pages: a lane of the producer for each
+        assert boxes <= WARP, variant.name
+    common = Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8))
+    assert common.stages * common.stage_bytes == 64 * KIB
+    assert common.ctas_per_sm == (2 if SMEM_PER_SM[arch] > 2 * 64 * KIB else 1)
+
+
+def test_too_many_ctas_for_an_sm_is_an_error():
+    with pytest.raises(ValueError, match=r"decode_.*_c9: needs \d+ bytes of shared memory a CTA, of \d+ on an SM"):
+        Geometry.of(Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=9))
