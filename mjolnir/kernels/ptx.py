@@ -82,7 +82,7 @@ def sts_b32(addr: Any, x: Any) -> None:
     _asm("", "st.shared.b32 [$0], $1;", [addr, x], "rr", True)
 
 
-# Global memory. "cg" skips the first-level cache: for data that other CTAs of this launch write.
+# Global memory
 
 
 def ldg128(addr: Any) -> Any:
@@ -101,13 +101,9 @@ def ldg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
-def ldg_cg_f32x3(addr: Any) -> Any:
+def ldg_f32x3(addr: Any) -> Any:
     """The first three of four floats."""
-    return _asm("fff", "{ .reg .f32 last; ld.global.cg.v4.f32 {$0,$1,$2,last}, [$3]; }", [addr], "l", True)
-
-
-def ldg_cg_f32x4(addr: Any) -> Any:
-    return _asm("ffff", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+    return _asm("fff", "{ .reg .f32 last; ld.global.v4.f32 {$0,$1,$2,last}, [$3]; }", [addr], "l", True)
 
 
 def stg_f32(addr: Any, x: Any) -> None:

@@ -69,7 +69,8 @@ class SplitMerge(Epilogue):
         self.sync()
         if self.warp == 0:
             if self.lane == 0:
-                # acq_rel, and barriers on both sides, order the whole CTA's accesses.
+                # acq_rel, and barriers on both sides, order all accesses of the CTA, and the first-level cache forgets
+                # what it held: plain loads see what the other CTAs stored, and are faster than ld.cg.
                 old = ptx.atomic_inc(counter, expected - 1, "acq_rel")
                 ptx.sts_b32(self.flag, Int32(1) if old == expected - 1 else Int32(0))
         self.sync()
@@ -92,10 +93,10 @@ class SplitMerge(Epilogue):
                     slot = second_slot + (first + j - 1) * stride
                     slot = first_slot if first + j == 0 else slot
                     slot = last_slot if first + j >= count - 1 else slot
-                    m, l, mult = ptx.ldg_cg_f32x3(self.stats_address(slot, row))
+                    m, l, mult = ptx.ldg_f32x3(self.stats_address(slot, row))
                     ms.append(m if first + j < count else Float32(NEG_INF))
                     ls.append(l)
-                    values.append(ptx.ldg_cg_f32x4(self.values_address(slot, row)))
+                    values.append(ptx.ldg_f32x4(self.values_address(slot, row)))
                 top = state[0]
                 for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     top = cute.arch.fmax(top, ms[j])
