@@ -29,6 +29,14 @@ from mjolnir.plan import PLAN_TILE, PlanShape, build_plan
 MULT = 0.5  # of every row: base-2 score per unit of raw S
 
 
+class Loads:
+    """Every ``ptx.ldg_*``: what its address gives."""
+
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith("ldg_")
+        return lambda address: address()
+
+
 def split_source(*names: str) -> list[Any]:
     """Methods of SplitMerge as functions of plain Python, in which ``ptx.ldg_*`` take the addresses of a Device."""
     source = Path(mjolnir.__file__).parent / "kernels" / "split.py"
@@ -45,7 +53,7 @@ def split_source(*names: str) -> list[Any]:
         "weight_of": lambda m, top, mult: 2.0 ** ((m - top) * mult),
         "cutlass": SimpleNamespace(min=min, range=lambda *args, unroll: range(*args), range_constexpr=range),
         "cute": SimpleNamespace(make_rmem_tensor=lambda shape, _: np.zeros(shape), arch=SimpleNamespace(fmax=max)),
-        "ptx": SimpleNamespace(ldg_cg_f32x3=lambda address: address(), ldg_cg_f32x4=lambda address: address()),
+        "ptx": Loads(),
     }
     exec(compile(module, str(source), "exec"), namespace)
     return [namespace[name] for name in names]
