@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,8 @@ class Signature:
     needs_q_split: bool
     token_rows: tuple[tuple[str, int], ...]  # tensors with a row per token, and their rows
     seq_rows: tuple[tuple[str, int], ...]  # descales with a row per sequence, and their rows
+    max_tokens: int  # the fewest of token_rows
+    max_seqs: int  # the fewest of seq_rows
 
     @classmethod
     def check(
@@ -124,6 +127,8 @@ class Signature:
             needs_q_split=needs_q_split(query.dtype, q_mul is not None),
             token_rows=tuple(token_rows.items()),
             seq_rows=tuple(seq_rows.items()),
+            max_tokens=min(token_rows.values()),
+            max_seqs=min(seq_rows.values(), default=sys.maxsize),
         )
 
     def check_step(self, num_seqs: int, q_len: int) -> None:
@@ -132,6 +137,8 @@ class Signature:
         Raises:
             ValueError: naming the one that does not.
         """
+        if num_seqs * q_len <= self.max_tokens and num_seqs <= self.max_seqs:
+            return
         for name, rows in self.token_rows:
             if rows < num_seqs * q_len:
                 raise ValueError(f"{name} must have at least num_seqs * q_len = {num_seqs * q_len} rows, got {rows}")

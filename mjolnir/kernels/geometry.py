@@ -59,7 +59,9 @@ class Geometry:
             geometry = cls._with_ring(variant, ring_bytes)
             fit = available // (geometry.smem_bytes + 1024)
             if fit >= (variant.ctas_per_sm or 1):
-                return dataclasses.replace(geometry, ctas_per_sm=variant.ctas_per_sm or min(fit, 2))
+                # Two CTAs of five warps leave a thread 168 registers; so does one of nine.
+                two = geometry.threads <= 5 * WARP
+                return dataclasses.replace(geometry, ctas_per_sm=variant.ctas_per_sm or min(fit, 1 + two))
         raise ValueError(
             f"{variant.name}: needs {geometry.smem_bytes} bytes of shared memory a CTA, of {available} on an SM"
         )
@@ -70,8 +72,9 @@ class Geometry:
         d, rows = variant.head_size, variant.rows
         row_bytes = d * bits // 8
         panel_bytes = min(128, row_bytes)
-        # The accumulator takes rows_per_warp * d / 32 registers a lane: 64 of them at 16 rows and d = 128.
-        rows_per_warp = 16 if rows >= 16 and d <= 128 else 8
+        # 16 rows share the unpacking of a tile, which is what an 8-bit format costs; the accumulator then takes
+        # rows_per_warp * d / 32 registers a lane, 64 at d = 128.
+        rows_per_warp = 16 if rows >= 16 and d <= 128 and bits == 8 else 8
         row_groups = rows // rows_per_warp
         # S takes rows_per_warp * tile / 32 registers a lane, too many beside O at 16 rows and 64 tokens.
         tile = min(64 if rows_per_warp == 8 else 32, max(16, ring_bytes // RING_STAGES // (2 * row_bytes)))

@@ -1,0 +1,147 @@
+"""A consumer warp: S, softmax and O of its share of every piece's tiles, then its part in the results."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from mjolnir.kernels import ptx
+from mjolnir.kernels.epilogue import Epilogue
+from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
+from mjolnir.kernels.split import SplitMerge
+from mjolnir.kernels.tile import TileMath
+from mjolnir.kernels.work import Mailbox, num_tiles, piece_of
+from mjolnir.variant import Variant
+
+LOG2_E = 1.4426950408889634
+FLT_MAX, FLT_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
+
+
+class Consumer:
+    def __init__(self, variant: Variant, geo: Geometry):
+        self.variant, self.geo = variant, geo
+        self.math = TileMath(variant, geo)
+        self.softmax = OnlineSoftmax(geo)
+        self.mailbox = Mailbox(geo)
+
+    @cute.jit
+    def run(self, args, smem, warp, lane):
+        """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
+        geo = self.geo
+        g, t = lane // 4, lane % 4
+        kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
+        row0 = row_group * geo.rows_per_warp
+        # B fragments of Q stay in this warp's part of the exchange buffer until the piece's O goes there.
+        q_frags = smem + geo.exchange_offset + (kv_group * geo.rows + row0) * (geo.exchange_stride * 4) + lane * 16
+        stage = Int32(0)  # as the producer counts
+        filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
+        turn = Int32(0)
+        self.mailbox.wait(smem, turn)
+        pieces = self.mailbox.read(smem, turn).pieces
+        while pieces >= 0:
+            for p in cutlass.range(pieces, unroll=1):
+                seq, head, begin, end = piece_of(args, self.mailbox.read(smem, turn), p)
+                tiles = num_tiles(geo, begin, end)
+                seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
+                mult = self.read_q(args, q_frags, seq, head, row0, g, t)
+                state = self.softmax.start()
+                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                mine = stage + kv_group
+                for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
+                    token0 = begin + tile * geo.tile
+                    k_tile = smem + mine * geo.stage_bytes
+                    v_tile = k_tile + geo.kv_tile_bytes
+                    ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
+                    filled = filled ^ (Int32(1) << mine)
+                    scores = self.math.scores(k_tile, q_frags, g, t)
+                    if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
+                        self.clear_rows(v_tile, end - token0, lane)
+                        for c in cutlass.range_constexpr(2 * geo.row_tiles):
+                            q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
+                            seen = seq_len - (args.q_len - 1 - q_token) * args.causal - token0 - g
+                            for i in cutlass.range_constexpr(geo.tile // 8):
+                                s = scores[c // 2][2 * i + c % 2]
+                                scores[c // 2][2 * i + c % 2] = s if 8 * i < seen else Float32(NEG_INF)
+                    self.softmax.update(state, scores, mult)
+                    self.math.accumulate(v_tile, scores, state.acc, g, t)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * mine)
+                    mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
+                stage = (stage + tiles) % geo.stages
+                epilogue = Epilogue(self.variant, geo, args, smem, warp, lane, seq, head)
+                epilogue.share(state, mult, kv_group, row0)
+                partial_slot = Int32(-1)
+                if cutlass.const_expr(self.variant.split):
+                    work = self.mailbox.read(smem, turn)
+                    if p == work.pieces - 1 and work.end_tile > 0:
+                        partial_slot = 2 * work.row + 1
+                    if p == 0 and work.first_tile > 0:
+                        partial_slot = 2 * work.row
+                epilogue.write(partial_slot)
+            if cutlass.const_expr(self.variant.split):
+                self.merge_splits(args, self.mailbox.read(smem, turn), smem, warp, lane)
+            self.mailbox.free(smem, lane, turn)
+            turn += 1
+            self.mailbox.wait(smem, turn)
+            pieces = self.mailbox.read(smem, turn).pieces
+
+    @cute.jit
+    def read_q(self, args, q_frags, seq, head, row0, g, t):
+        """Q of the warp's rows to B fragments in shared memory; returns mult of this lane's columns."""
+        geo = self.geo
+        live_rows = args.q_len * args.group
+        k_scale_at = Int64(seq) * args.k_scale_seq_stride + Int64(head) * args.k_scale_head_stride
+        factor = args.softmax_scale * ptx.ldg_f32(args.k_scale + k_scale_at * 4)
+        sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
+        unscale = []
+        for n in cutlass.range_constexpr(geo.row_tiles):
+            row = row0 + n * 8 + g
+            live = row < live_rows
+            row = row if live else Int32(0)
+            token = seq * args.q_len + row // args.group
+            q_head = head * args.group + row % args.group
+            at = Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride
+            values = self.math.load_q_row(args.q + at * 2, t)
+            if args.q_mul != 0:
+                self.math.scale_q_row(values, args.q_mul + Int64(q_head * geo.head_size) * 4, t)
+            frags = q_frags + n * geo.q_frag_bytes
+            unscale.append(self.math.store_q_row(frags, values, sign if live else Float32(0.0)))
+        cute.arch.sync_warp()
+        mult = []
+        for c in cutlass.range_constexpr(2 * geo.row_tiles):
+            row_unscale = cute.arch.shuffle_sync(unscale[c // 2], (2 * t + c % 2) * 4)
+            scale = row_unscale * (factor * sign) * LOG2_E
+            mult.append(cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN)))
+        return mult
+
+    @cute.jit
+    def clear_rows(self, v_tile, first, lane):
+        """Zero the rows of V from ``first`` on: dead rows may hold anything, and 0 * NaN must not reach O."""
+        geo = self.geo
+        for row in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
+            for panel in cutlass.range_constexpr(geo.panels):
+                if lane * 4 < geo.panel_bytes:
+                    ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.panel_bytes + lane * 4, Int32(0))
+        ptx.fence_proxy_async_shared()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def merge_splits(self, args, work, smem, warp, lane):
+        """For the row's first item, if others began it, then its last, if others go on with it (or the one that is
+        both): merge the splits if this row is the last of them to be done."""
+        for which in cutlass.range(2, unroll=1):
+            cut_begin = work.first_tile > 0 and (which == 0 or work.pieces == 1)
+            cut_end = work.end_tile > 0 and (which == 1 or work.pieces == 1)
+            if (cut_begin or cut_end) and not (which == 1 and work.pieces == 1):
+                item = work.first_item + which * (work.pieces - 1)
+                seq = item // args.num_kv_heads
+                head = item - seq * args.num_kv_heads
+                merge = SplitMerge(self.variant, self.geo, args, smem, warp, lane, seq, head)
+                merge.arrive_and_merge(
+                    work.row,
+                    work.first_row if cut_begin else work.row,
+                    work.last_row if cut_end else work.row,
+                )

@@ -1,0 +1,110 @@
+"""The producer warp: takes rows of the plan, hands them to the consumers, and streams their K and V into the ring."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from mjolnir.kernels import ptx
+from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.work import Mailbox, Work, load_row, num_tiles, piece_of
+from mjolnir.plan import PLAN_COLUMNS
+
+
+class Producer:
+    def __init__(self, geo: Geometry):
+        self.geo = geo
+        self.mailbox = Mailbox(geo)
+
+    @cute.jit
+    def touch(self, args, cta, lane):
+        """Ask for the lines and address translations of what the kernel reads first, without looking at them: they
+        are on their way while the kernel before ends."""
+        address = args.plan
+        if lane == 1:
+            address = args.plan + (Int64(cta) + 1) * (PLAN_COLUMNS * 4)
+        if lane == 2:
+            address = args.seq_lens
+        if lane == 3:
+            address = args.block_table
+        if lane == 4:
+            address = args.k_scale
+        if lane == 5:
+            address = args.v_scale
+        if lane == 6:
+            address = args.counters + Int64(cta) * 8
+        if lane == 7:
+            address = args.partials + Int64(cta) * (self.geo.partial_floats * 8)
+        if lane == 8:
+            address = args.q
+        if lane < 9 and address != 0:
+            ptx.prefetch_l2(address)
+
+    @cute.jit
+    def run(self, args, cta, smem, lane, desc_k, desc_v):
+        """Lane j loads box j of a tile, which is K or V, one panel or all, of one page."""
+        geo = self.geo
+        log2_rows = cutlass.min(args.log2_page, Int32(geo.tile.bit_length() - 1))
+        box_rows = Int32(1) << log2_rows
+        page_mask = (Int32(1) << args.log2_page) - 1
+        panel_boxes = Int32(1) if box_rows == geo.tile else Int32(geo.panels)
+        is_v = lane & 1
+        panel = (lane >> 1) % panel_boxes
+        box_row = ((lane >> 1) // panel_boxes) << log2_rows  # in the tile; lanes past the tile stay idle
+        desc = desc_v if is_v == 1 else desc_k
+        box = smem + is_v * geo.kv_tile_bytes + (panel * geo.tile + box_row) * geo.panel_bytes
+        token_bytes = 2 * geo.panels * geo.panel_bytes
+        num_rows = ptx.ldg_b32(args.plan)
+        num_ctas = cute.arch.grid_dim()[0]
+        stage = Int32(0)  # of the ring; a piece starts at a multiple of kv_groups, so that the warp of a tile is fixed
+        free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
+        turn = Int32(0)  # rows handed over
+        row = cta
+        while row < num_rows:
+            work = load_row(args, row)
+            self.mailbox.put(smem, lane, turn, work)
+            turn += 1
+            for p in cutlass.range(work.pieces, unroll=1):
+                seq, head, begin, end = piece_of(args, work, p)
+                pages = args.block_table + Int64(seq) * args.block_table_stride * 4
+                left = end - begin
+                token = begin + box_row
+                # Read beside the length, not after it; an entry past the sequence's end is not used.
+                column = cutlass.min(token, args.max_len - 1) >> args.log2_page
+                page = ptx.ldg_b32(pages + Int64(column) * 4)
+                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                for _ in cutlass.range(num_tiles(geo, begin, end), unroll=1):
+                    # The next tile's page is read while this tile waits for its stage.
+                    next_page = Int32(0)
+                    if box_row < cutlass.min(left - geo.tile, Int32(geo.tile)):
+                        next_page = ptx.ldg_b32(pages + Int64((token + geo.tile) >> args.log2_page) * 4)
+                    ptx.mbarrier_wait(smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1)
+                    free = free ^ (Int32(1) << stage)
+                    rows = cutlass.min(left, Int32(geo.tile))
+                    full = smem + geo.full_offset + 8 * stage
+                    if lane == 0:
+                        ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * token_bytes)
+                    cute.arch.sync_warp()
+                    if box_row < rows:
+                        coords = (Int32(0), token & page_mask, panel, head, page)
+                        ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
+                    if args.l2_prefetch > 0:
+                        if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
+                            ahead = token + args.l2_prefetch * geo.tile
+                            far_page = ptx.ldg_b32(pages + Int64(ahead >> args.log2_page) * 4)
+                            coords = (Int32(0), ahead & page_mask, panel, head, far_page)
+                            ptx.tma_prefetch_5d(desc, coords, args.l2_policy)
+                    page = next_page
+                    token += geo.tile
+                    left -= geo.tile
+                    stage = stage + 1 if stage + 1 < geo.stages else Int32(0)
+            # The ring holds a few tiles more: time enough to fetch the next row. All CTAs together draw num_rows
+            # tickets, the last of each one too high, so the counter ends where it began.
+            row = num_rows
+            if num_rows > num_ctas:
+                ticket = Int32(0)
+                if lane == 0:
+                    ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1, "relaxed")
+                row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
+        self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row))

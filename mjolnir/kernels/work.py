@@ -1,0 +1,90 @@
+"""What a CTA works on: rows of the plan, their pieces, and the mailbox in which the producer hands a row over."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from mjolnir.kernels import ptx
+from mjolnir.kernels.geometry import Geometry
+from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
+
+
+class Work(NamedTuple):
+    """One row of the plan, as items numbered seq * num_kv_heads + head."""
+
+    row: Int32
+    first_item: Int32
+    pieces: Int32
+    first_tile: Int32
+    end_tile: Int32
+    first_row: Int32
+    last_row: Int32
+
+
+@cute.jit
+def load_row(args, row):
+    """A row of the plan."""
+    at = args.plan + (Int64(row) + 1) * (PLAN_COLUMNS * 4)
+    first_seq, first_head, first_tile, end_seq = ptx.ldg128(at)
+    end_head, end_tile, first_row, last_row = ptx.ldg128(at + 16)
+    first_item = first_seq * args.num_kv_heads + first_head
+    pieces = end_seq * args.num_kv_heads + end_head - first_item + (Int32(1) if end_tile > 0 else Int32(0))
+    return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+
+@cute.jit
+def piece_of(args, work, p):
+    """(seq, head, begin, end) of piece p: tokens [begin, end) by the live length. The last piece of a sequence
+    runs to its end, however long it is by now, so a stale plan costs balance, never correctness."""
+    item = work.first_item + p
+    seq = item // args.num_kv_heads
+    begin = work.first_tile * PLAN_TILE if p == 0 else Int32(0)
+    end = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
+    if p == work.pieces - 1 and work.end_tile > 0:
+        end = cutlass.min(end, work.end_tile * PLAN_TILE)
+    return seq, item - seq * args.num_kv_heads, begin, end
+
+
+def num_tiles(geo: Geometry, begin: Any, end: Any) -> Any:
+    """Kernel tiles of a piece; none where the live length ends before it."""
+    return (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
+
+
+class Mailbox:
+    """Two rows in shared memory: the one the consumers work on and the one after it. ``turn`` counts rows."""
+
+    def __init__(self, geo: Geometry):
+        self.geo = geo
+
+    @cute.jit
+    def put(self, smem, lane, turn, work):
+        """The producer warp: hand over a row once its place is free."""
+        box = turn & 1
+        ptx.mbarrier_wait(smem + self.geo.mail_free_offset + 8 * box, ((turn >> 1) & 1) ^ 1)
+        if lane == 0:
+            mail = smem + self.geo.mail_offset + box * 32
+            ptx.sts128(mail, (work.row, work.first_item, work.pieces, work.first_tile))
+            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, Int32(0)))
+            ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
+
+    def wait(self, smem: Any, turn: Any) -> None:
+        """A consumer warp: until the row is there."""
+        ptx.mbarrier_wait(smem + self.geo.mail_full_offset + 8 * (turn & 1), (turn >> 1) & 1)
+
+    def read(self, smem: Any, turn: Any) -> Work:
+        """The row that is there; read again rather than kept in registers across a tile loop."""
+        mail = smem + self.geo.mail_offset + (turn & 1) * 32
+        row, first_item, pieces, first_tile = ptx.lds128(mail)
+        end_tile, first_row, last_row, _ = ptx.lds128(mail + 16)
+        return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+    @cute.jit
+    def free(self, smem, lane, turn):
+        """A consumer warp: the row is done with."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbarrier_arrive(smem + self.geo.mail_free_offset + 8 * (turn & 1))
