@@ -51,7 +51,7 @@ def split_source(*names: str) -> list[Any]:
         "Float32": float,
         "NEG_INF": -math.inf,
         "weight_of": lambda m, top, mult: 2.0 ** ((m - top) * mult),
-        "cutlass": SimpleNamespace(min=min, range=lambda *args, unroll: range(*args), range_constexpr=range),
+        "cutlass": SimpleNamespace(min=min, max=max, range=lambda *args, unroll: range(*args), range_constexpr=range),
         "cute": SimpleNamespace(make_rmem_tensor=lambda shape, _: np.zeros(shape), arch=SimpleNamespace(fmax=max)),
         "ptx": Loads(),
     }
