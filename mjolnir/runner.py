@@ -161,6 +161,7 @@ class DecodeRunner:
                 head_size=self.head_size,
                 group=self.group,
                 out_dtype=DTYPE_NAMES[out_dtype],
+                max_num_seqs=self.max_num_seqs,
                 tuning=Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count),
             )
             for q_len in range(1, self.max_q_len + 1):
@@ -178,11 +179,12 @@ class DecodeRunner:
         margin: int = 0,
         causal: bool = True,
     ) -> StepPlan:
-        """Plan a step and queue the plan's copy to the device on the current stream.
+        """Plan a step, on the current stream: on the host and by a copy, or, without host lengths, by one launch that
+        reads ``seq_lens``, which a CUDA graph may capture.
 
         Args:
-            seq_lens_host: num_seqs or more ints on the host, tokens per sequence, the new ones included. They decide
-                balance only: results follow ``seq_lens``.
+            seq_lens_host: num_seqs or more ints on the host, tokens per sequence, the new ones included; or None. They
+                decide balance only: results follow ``seq_lens``.
             num_seqs: sequences of the step; 0 is allowed.
             q_len: query tokens per sequence.
             block_table: (≥ num_seqs, max_pages) int32 on the device; entries past a sequence's last page are never
@@ -193,7 +195,8 @@ class DecodeRunner:
 
         Raises:
             ValueError, TypeError: an argument out of its range, named.
-            RuntimeError: a CUDA graph is being captured (a copy from the host would be frozen into it).
+            RuntimeError: a CUDA graph is being captured, and a copy from the host would be frozen into it, or the
+                planning kernel is not compiled.
         """
         num_seqs = check_positive_int("num_seqs", num_seqs, minimum=0)
         q_len = check_positive_int("q_len", q_len)
@@ -209,11 +212,14 @@ class DecodeRunner:
                 raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows.shape[0]}")
         if num_seqs and not block_table.shape[1]:
             raise ValueError(f"block_table must have at least one column, got shape {tuple(block_table.shape)}")
-        host_lens = _host_lengths(seq_lens_host, num_seqs)
-        if self._cute is not None:
+        host_lens = None if seq_lens_host is None else _host_lengths(seq_lens_host, num_seqs)
+        if self._cute is not None and host_lens is None:
+            self._cute.plan_on_device(seq_lens, num_seqs, q_len, margin)
+        elif self._cute is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "plan() with host lengths cannot be captured in a CUDA graph; plan before each replay"
+                    "plan() with host lengths cannot be captured in a CUDA graph; plan before each replay, or without "
+                    "host lengths"
                 )
             self._cute.upload_plan(host_lens, q_len, margin)
         return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
@@ -309,7 +315,8 @@ class DecodeRunner:
         return prepared
 
     def precompile(self, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
-        """Compile or load the kernels of every q_len up to max_q_len; does nothing on the reference backend.
+        """Compile or load the kernels of every q_len up to max_q_len, and the one that plans on the device where Triton
+        is installed; does nothing on the reference backend.
 
         Args:
             query_dtype: of the queries to come; None: ``out_dtype``.
@@ -317,6 +324,8 @@ class DecodeRunner:
         """
         for q_len in range(1, self.max_q_len + 1):
             self.ensure_compiled(q_len, query_dtype, q_mul)
+        if self._cute is not None:
+            self._cute.compile_planner()
 
     def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernel of one q_len unless the process has it; arguments as ``precompile``."""

@@ -99,6 +99,7 @@ def variant_of(runner: DecodeRunner, problem: Problem, tuning: dict[str, Any]) -
         head_size=runner.head_size,
         group=runner.group,
         out_dtype=DTYPE_NAMES[runner.out_dtype],
+        max_num_seqs=runner.max_num_seqs,
         tuning=Tuning(**options),
     )
     two_terms = problem.query.dtype == torch.float16 or problem.q_mul is not None

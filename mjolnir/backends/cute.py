@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -69,12 +70,15 @@ class CuteBackend:
         head_size: int,
         group: int,
         out_dtype: str,
+        max_num_seqs: int,
         tuning: Tuning,
     ) -> None:
         self.arch, self.device, self.tuning = arch, device, tuning
         self.kv_format, self.out_dtype = kv_format, out_dtype
         self.num_kv_heads, self.head_size, self.group = num_kv_heads, head_size, group
         self.sm_count = tuning.sm_count or torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_num_seqs = max_num_seqs
+        self._planner_ready = False
         self._plan_buffers: dict[int, PlanBuffer] = {}
         self._partials: dict[int, torch.Tensor] = {}  # by row class; shared by the q_lens of one class
 
@@ -121,6 +125,37 @@ class CuteBackend:
         plan = build_plan(np.asarray(seq_lens), buffer.shape, margin)
         staging.numpy()[: plan.size] = plan.reshape(-1)
         buffer.device.copy_(staging, non_blocking=True)
+        return buffer
+
+    def compile_planner(self) -> None:
+        """Compile the kernel of ``plan_on_device``; without Triton, which only that needs, do nothing."""
+        if self._planner_ready or importlib.util.find_spec("triton") is None:
+            return
+        from mjolnir.kernels.plan_kernel import build_plan_on_device
+
+        scratch = PlanBuffer.make(self.plan_buffer(1).shape, self.device)
+        with torch.cuda.device(self.device):
+            build_plan_on_device(scratch.device[:1], 0, 0, scratch.shape, scratch.device, self.max_num_seqs)
+        self._planner_ready = True
+
+    def plan_on_device(self, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int) -> PlanBuffer:
+        """Queue the launch that builds a plan from device lengths on the current stream.
+
+        Raises:
+            ModuleNotFoundError: Triton is not installed.
+            RuntimeError: the planning kernel is not compiled yet and a CUDA graph is being captured.
+        """
+        if not self._planner_ready and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the planning kernel is not compiled and a CUDA graph is being captured: "
+                "call precompile() or plan() once before the capture"
+            )
+        from mjolnir.kernels.plan_kernel import build_plan_on_device
+
+        buffer = self.plan_buffer(q_len)
+        with torch.cuda.device(self.device):
+            build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
+        self._planner_ready = True
         return buffer
 
     def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:

@@ -86,6 +86,7 @@ def variant_of(shape: Shape, arch: str, knobs: Knobs) -> Variant:
         head_size=shape.head_dim,
         group=shape.heads_q // shape.heads_kv,
         out_dtype="bf16",
+        max_num_seqs=len(shape.lens),
         # A count of multiprocessors, whichever, keeps the backend from asking a device for it.
         tuning=Tuning(**knobs.as_arguments(), kv_evict_first=True, sm_count=1),
     )

@@ -1,0 +1,119 @@
+"""The plan made on the device equals the host's: under Triton's interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from running import assert_oracle, launch, make_outputs, make_problem, make_runner
+
+from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+CASES = [
+    ([1024], PlanShape(264, 8), 0),
+    ([8192], PlanShape(264, 8), 0),
+    ([32768], PlanShape(264, 1), 0),
+    ([131072], PlanShape(264, 8), 5),
+    ([8192] * 16, PlanShape(264, 8), 0),
+    ([8192] * 64, PlanShape(264, 8), 0),
+    ([1024] * 256, PlanShape(264, 8), 1),
+    ([500_000] + [1] * 1023, PlanShape(264, 8), 0),
+    ([0, 0, 0], PlanShape(264, 8), 0),
+    ([], PlanShape(264, 8), 0),
+    ([64, 65, 0, 129], PlanShape(3, 2), 0),
+    ([2**31 - 1] * 3, PlanShape(132, 64), 2**31 - 1),
+    ([3000, 10, 70000, 0, 5], PlanShape(264, 4, 1), 0),
+    ([3000, 10, 70000, 0, 5], PlanShape(264, 4, 2), 0),
+    ([3000, 10, 70000, 0, 5], PlanShape(17, 4, 5), 3),
+    ([70000] * 40, PlanShape(40, 4, 1), 0),
+]
+
+
+def plan_of(
+    lens: list[int], shape: PlanShape, margin: int, device: torch.device | str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(header and rows, counters) made on the device, over a buffer full of other numbers."""
+    from mjolnir.kernels.plan_kernel import build_plan_on_device
+
+    out = torch.full(((1 + shape.num_rows) * PLAN_COLUMNS + 2 * shape.num_rows,), 77, dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([*lens, 123456, -1], dtype=torch.int32, device=device)  # rows past num_seqs do not count
+    build_plan_on_device(seq_lens, len(lens), margin, shape, out, max(len(lens), 4))
+    numbers = out.cpu().numpy()
+    rows = (1 + shape.num_rows) * PLAN_COLUMNS
+    return numbers[:rows].reshape(-1, PLAN_COLUMNS), numbers[rows:]
+
+
+def check(lens: list[int], shape: PlanShape, margin: int, device: torch.device | str) -> None:
+    made, counters = plan_of(lens, shape, margin, device)
+    np.testing.assert_array_equal(made, build_plan(lens, shape, margin), err_msg=f"{lens[:8]} {shape} {margin}")
+    assert not counters.any()
+
+
+def random_cases(count: int, seed: int) -> list[tuple[list[int], PlanShape, int]]:
+    rng = np.random.default_rng(seed)
+    cases = []
+    for _ in range(count):
+        scale = int(2 ** rng.uniform(0, 18))
+        lens = rng.integers(0, scale + 1, size=int(2 ** rng.uniform(0, 7))).tolist()
+        shape = PlanShape(int(rng.integers(1, 300)), int(rng.integers(1, 9)), rng.choice([None, None, None, 1, 2, 7]))
+        cases.append((lens, shape, int(rng.integers(0, 3)) * int(rng.integers(0, 200))))
+    return cases
+
+
+INTERPRETED = """
+import mjolnir.kernels.plan_kernel as kernel
+import test_plan_kernel as t
+kernel.ROWS_PER_PROGRAM = 128  # fewer programs: the interpreter's time goes by their number
+for case in t.CASES + t.random_cases(60, 0):
+    t.check(*case, "cpu")
+"""
+
+
+def test_equals_the_host_s_plan_under_the_interpreter():
+    # In a process of its own: TRITON_INTERPRET decides when Triton is imported.
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.getcwd()]),
+    }
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_equals_the_host_s_plan():
+    for case in CASES + random_cases(40, 1):
+        check(*case, "cuda")
+
+
+@pytest.mark.gpu
+def test_a_captured_plan_follows_the_lengths():
+    problem = make_problem([700, 5, 64, 3000], "cuda", page_size=16)
+    cache = problem.cache
+    runner = make_runner(problem)
+    out, lse = make_outputs(problem, runner)
+    runner.precompile(torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        plan = runner.plan(None, 4, 1, cache.block_table, cache.seq_lens)
+        launch(runner, plan, problem, out, lse)
+    for lens in ([700, 5, 64, 3000], [1, 5, 0, 2999], [699, 0, 0, 0], [0, 0, 0, 0], [700, 5, 64, 3000]):
+        cache.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_oracle(problem, out, lse)
+
+
+def test_the_reference_backend_takes_no_host_lengths_either():
+    problem = make_problem([70, 5], "cpu", page_size=16)
+    runner = make_runner(problem)
+    out, lse = make_outputs(problem, runner)
+    plan = runner.plan(None, 2, 1, problem.cache.block_table, problem.cache.seq_lens)
+    launch(runner, plan, problem, out, lse)
+    assert_oracle(problem, out, lse)
