@@ -45,7 +45,7 @@ def _user_errors() -> Iterator[None]:
     """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
     try:
         yield
-    except (ValueError, NotImplementedError, ModuleNotFoundError, PermissionError) as error:
+    except (ValueError, NotImplementedError, ModuleNotFoundError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
 
@@ -94,7 +94,7 @@ def compile_(
     names: Annotated[
         list[str] | None, typer.Argument(help="Variants by name or shell-style pattern; all of them without any.")
     ] = None,
-    arch: Annotated[str, typer.Option(help="GPU architecture, such as sm_90a.")] = "sm_90a",
+    arch: Annotated[str, typer.Option(help="GPU architecture: sm_90a, sm_100a, sm_110a or sm_120a.")] = "sm_90a",
     out: Annotated[
         Path, typer.Option(help="Folder to fill; on the GPU machine, MJOLNIR_KERNEL_CACHE names it.")
     ] = Path("mjolnir-kernels"),
@@ -104,10 +104,12 @@ def compile_(
 ) -> None:
     """Compile kernels, on a machine with or without a GPU, into a folder that serves as a kernel cache."""
     with _user_errors():
+        from mjolnir.backends import KERNEL_ARCHS
         from mjolnir.catalogue import all_variants, select
+        from mjolnir.checks import check_choice
         from mjolnir.compiler import CompileResult, compile_to_folder
 
-        variants = all_variants(arch)
+        variants = all_variants(check_choice("arch", arch, tuple(KERNEL_ARCHS.values())))
         if suite is not None:
             from mjolnir.bench.suites import variants_for_suite
 

@@ -179,6 +179,12 @@ def test_compile_refuses_a_pattern_without_a_match():
     assert "'decode_sm_90a_fp7*' names none of the" in result.stderr
 
 
+def test_compile_refuses_an_arch_that_the_kernels_do_not_compile_for():
+    result = invoke("compile", "--list", "--arch", "sm_80")
+    assert result.exit_code == 2
+    assert "error: arch must be one of 'sm_90a', 'sm_100a', 'sm_110a', 'sm_120a', got 'sm_80'" in result.stderr
+
+
 def test_compile_fills_the_folder_and_fails_if_any_variant_does(monkeypatch, tmp_path):
     def fake(variants, folder, *, jobs, progress):
         assert (folder, jobs) == (tmp_path, 3)

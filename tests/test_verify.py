@@ -302,6 +302,16 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, passes: bool
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
+def test_a_record_that_cannot_be_written_is_said_before_any_case_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr("mjolnir.verify.main.verify_case", lambda *_, **__: pytest.fail("a case ran"))
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "verify.json"
+    result = CliRunner().invoke(cli.app, ["verify", "--device", "cpu", "--json", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert str(path.parent) in result.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_cuda_is_refused() -> None:
     result = CliRunner().invoke(cli.app, ["verify", "--device", "cuda"])

@@ -71,6 +71,8 @@ def run_verify(
         Whether every case passed.
     """
     device, console = torch.device(device), console or Console()
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the last case
     todo = list(cases(quick) if matrix is None else matrix)
     rows = []
     with console.status("") as status:
@@ -85,7 +87,6 @@ def run_verify(
     console.print(f"{len(rows) - failed} of {len(rows)} cases passed")
     if json_path is not None:
         record = _record(rows, device, backend)
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(record, indent=2) + "\n")
     return bool(rows) and not failed
 
