@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mjolnir.checks import check_positive_int
+from mjolnir.checks import check_positive_int, check_tensor
 
 
 class KVLayout(enum.Enum):
@@ -23,6 +23,10 @@ class KVLayout(enum.Enum):
     B2HND = "B2HND"
     TWO_BNHD = "2BNHD"
     TWO_BHND = "2BHND"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"layout must be one of {', '.join(layout.value for layout in cls)}, got {value!r}")
 
     @property
     def rows_hold_both(self) -> bool:
@@ -57,7 +61,8 @@ def detect_kv_layout(
     passes ``override``, which wins if the shape fits it.
 
     Raises:
-        ValueError: no known layout has this shape, the shape does not fit ``override``, or a size is not positive.
+        ValueError: no known layout has this shape, the shape does not fit ``override`` or it names no layout, or a size
+            is not positive.
         TypeError: a size is not an integer.
     """
     sizes = tuple(check_positive_int(f"shape[{dim}]", size, minimum=0) for dim, size in enumerate(shape))
@@ -92,9 +97,12 @@ def split_kv_cache(cache: torch.Tensor, layout: KVLayout | str, head_size: int) 
         head_size: elements per row of K.
 
     Raises:
-        ValueError: the tensor's rank or its sizes of 2 and head_size do not fit the layout; rows not contiguous.
+        ValueError: an unknown layout; the tensor's rank or its sizes of 2 and head_size do not fit it; rows not
+            contiguous.
+        TypeError: cache is no tensor, or head_size no integer.
     """
     layout = KVLayout(layout)
+    check_tensor("cache", cache)
     check_positive_int("head_size", head_size)
     dims = layout.value
     shape, strides = tuple(cache.shape), cache.stride()

@@ -142,6 +142,15 @@ def test_split_rejects_what_does_not_fit(shape: tuple[int, ...], layout: str) ->
         split_kv_cache(torch.zeros(shape), layout, HEAD_SIZE)
 
 
+def test_unknown_layouts_and_what_is_no_tensor_are_refused() -> None:
+    with pytest.raises(ValueError, match="layout must be one of BHN2D, .*2BHND, got 'NHD'"):
+        split_kv_cache(torch.zeros(5, 2, 16, 3, HEAD_SIZE), "NHD", HEAD_SIZE)
+    with pytest.raises(ValueError, match="layout must be one of .* got 'NHD'"):
+        detect_kv_layout((5, 2, 16, 3, HEAD_SIZE), 3, 16, HEAD_SIZE, override="NHD")
+    with pytest.raises(TypeError, match="cache must be a torch.Tensor, got NoneType"):
+        split_kv_cache(None, KVLayout.B2NHD, HEAD_SIZE)  # type: ignore[arg-type]
+
+
 def test_split_rejects_rows_that_are_not_contiguous() -> None:
     cache = torch.zeros(5, 2, 16, 3, 2 * HEAD_SIZE)[..., ::2]
     with pytest.raises(ValueError, match="stride 1"):
