@@ -184,6 +184,5 @@ class Geometry:
 
     @property
     def partial_floats(self) -> int:
-        """fp32 words of one split's partial result in the workspace: O, then
-        (m, l, mult, 0) per row."""
+        """fp32 words of one split's partial result in the workspace: O, then (m, l, mult, 0) per row."""
         return self.rows * (self.head_size + 4)

@@ -112,7 +112,7 @@ class TileMath:
 
     def accumulate(self, v_tile: Any, weights: Any, acc: Any, g: Any, t: Any) -> None:
         """O^T += V^T P^T for one tile. acc[(n * d/16 + i) * 4 + 2 h + e] is O[q row 2 t + e] of n8 tile n at the
-        element 2 i + h of lane g's (see ``element_of``)."""
+        element 2 i + h of lane g's d / 8 elements, per panel its chunk of the row."""
         geo = self.geo
         m_tiles = geo.head_size // 16
         per_panel = m_tiles // geo.panels
