@@ -135,3 +135,13 @@ def test_ring_fits_the_arch(arch):
 def test_too_many_ctas_for_an_sm_is_an_error():
     with pytest.raises(ValueError, match=r"decode_.*_c9: needs \d+ bytes of shared memory a CTA, of \d+ on an SM"):
         Geometry.of(Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=9))
+
+
+@pytest.mark.parametrize("tuning", [{"stages": 1}, {"ctas_per_sm": 8}])
+def test_too_few_consumer_warps_for_a_row_are_refused(tuning: dict[str, int]) -> None:
+    """One warp covers half a row of 256 elements: the epilogue would never end."""
+    with pytest.raises(ValueError, match="a head size of 256 takes 2 consumer warps or more"):
+        Geometry.of(Variant("sm_90a", "bf16", "bf16", "bf16", 256, 8, **tuning))
+    for variant in all_variants(PROVEN_ARCHS[0]):
+        geometry = Geometry.of(variant)
+        assert geometry.consumer_warps * WARP >= variant.head_size // 4, variant.name

@@ -32,7 +32,7 @@ class DecodeKernel:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.geo = Geometry.of(variant)
-        self.producer = Producer(self.geo)
+        self.producer = Producer(variant, self.geo)
         self.consumer = Consumer(variant, self.geo)
 
     @cute.jit

@@ -127,7 +127,8 @@ class Epilogue:
         args = self.args
         token = self.seq * args.q_len + row // args.group
         head = self.head * args.group + row % args.group
-        inverse = ptx.rcp(l) if l > 0.0 else Float32(0.0)
+        # l is 0 where no key is seen; NaN must stay NaN.
+        inverse = Float32(0.0) if l == 0.0 else ptx.rcp(l)
         factors = [Float32(1.0)] * 4
         if args.o_mul != 0:
             factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.geo.head_size + self.element) * 4))
@@ -137,5 +138,5 @@ class Epilogue:
         ptx.stg_b64(args.out + at * 2, pack(o[0], o[1]), pack(o[2], o[3]))
         if args.lse != 0:
             if self.element == 0:
-                value = (m * mult + (ptx.lg2(l) - P_BIAS)) * LN_2 if l > 0.0 else Float32(NEG_INF)
+                value = Float32(NEG_INF) if l == 0.0 else (m * mult + (ptx.lg2(l) - P_BIAS)) * LN_2
                 ptx.stg_f32(args.lse + (Int64(token) * args.lse_token_stride + Int64(head)) * 4, value)

@@ -10,11 +10,12 @@ from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.work import Mailbox, Work, load_row, num_tiles, piece_of
 from mjolnir.plan import PLAN_COLUMNS
+from mjolnir.variant import Variant
 
 
 class Producer:
-    def __init__(self, geo: Geometry):
-        self.geo = geo
+    def __init__(self, variant: Variant, geo: Geometry):
+        self.variant, self.geo = variant, geo
         self.mailbox = Mailbox(geo)
 
     @cute.jit
@@ -34,8 +35,9 @@ class Producer:
             address = args.v_scale
         if lane == 6:
             address = args.counters + Int64(cta) * 8
-        if lane == 7:
-            address = args.partials + Int64(cta) * (self.geo.partial_floats * 8)
+        if cutlass.const_expr(self.variant.split):
+            if lane == 7:
+                address = args.partials + Int64(cta) * (self.geo.partial_floats * 8)
         if lane == 8:
             address = args.q
         if lane < 9 and address != 0:
