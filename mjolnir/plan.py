@@ -95,7 +95,8 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         share of its segment by at most PIECE_COST, unless max_splits = 1.
     """
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
-    lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + margin, np.iinfo(np.int32).max)
+    longest = np.iinfo(np.int32).max
+    lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, longest), longest)
     tiles = np.maximum(-(-lens // PLAN_TILE), 1)
     aligned = aligned_share(tiles, shape)
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row

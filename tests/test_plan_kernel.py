@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from running import assert_oracle, launch, make_outputs, make_problem, make_runn
 from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from mjolnir.backends.cute import CuteBackend, Tuning  # noqa: E402
+from mjolnir.kernels import plan_kernel  # noqa: E402
 
 CASES = [
     ([1024], PlanShape(264, 8), 0),
@@ -28,6 +32,7 @@ CASES = [
     ([], PlanShape(264, 8), 0),
     ([64, 65, 0, 129], PlanShape(3, 2), 0),
     ([2**31 - 1] * 3, PlanShape(132, 64), 2**31 - 1),
+    ([5, 0], PlanShape(132, 64), 2**64),
     ([3000, 10, 70000, 0, 5], PlanShape(264, 4, 1), 0),
     ([3000, 10, 70000, 0, 5], PlanShape(264, 4, 2), 0),
     ([3000, 10, 70000, 0, 5], PlanShape(17, 4, 5), 3),
@@ -108,6 +113,54 @@ def test_a_captured_plan_follows_the_lengths():
         out.fill_(torch.nan)
         graph.replay()
         assert_oracle(problem, out, lse)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> CuteBackend:
+    """bf16, group 8: q_len 8 takes one CTA per SM, and so a smaller plan than q_len 1."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend = CuteBackend(
+        arch="sm_90a", device=torch.device("cpu"), kv_format="bf16", num_kv_heads=1, head_size=128, group=8,
+        out_dtype="bf16", max_num_seqs=4, tuning=Tuning(None, None, None, True, 0, True, 5),
+    )  # fmt: skip
+    assert backend.plan_buffer(1).shape != backend.plan_buffer(8).shape
+    return backend
+
+
+def test_every_size_of_plan_has_a_planning_kernel(backend: CuteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(plan_kernel, "build_plan_on_device", lambda *arguments: made.append(arguments[3]))
+    backend.compile_planner()
+    assert sorted(shape.num_ctas for shape in made) == [5, 10]
+    backend.compile_planner()
+    assert len(made) == 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    backend.plan_on_device(torch.ones(2).int(), 2, 8, 0)
+
+
+def test_without_a_planning_kernel_a_capture_is_refused(backend: CuteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(plan_kernel, "build_plan_on_device", lambda *arguments: made.append(arguments[3]))
+    backend.plan_on_device(torch.ones(2).int(), 2, 1, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    backend.plan_on_device(torch.ones(2).int(), 2, 1, 0)
+    with pytest.raises(RuntimeError, match="planning kernel is not compiled"):
+        backend.plan_on_device(torch.ones(2).int(), 2, 8, 0)
+    assert len(made) == 2
+
+
+def test_where_triton_cannot_compile_host_plans_go_on(
+    backend: CuteBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(plan_kernel, "build_plan_on_device", fail)
+    backend.compile_planner()
+    assert "plans cannot be made on cpu, only on the host: Failed to find C compiler" in caplog.text
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        backend.plan_on_device(torch.ones(2).int(), 2, 1, 0)
 
 
 def test_the_reference_backend_takes_no_host_lengths_either():

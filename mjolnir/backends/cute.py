@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from mjolnir.kernels.geometry import Geometry
 from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
 from mjolnir.signature import Signature
 from mjolnir.variant import Variant, rows_class
+
+logger = logging.getLogger(__name__)
 
 EVICT_FIRST = 0x12F0000000000000
 EVICT_NORMAL = 0x1000000000000000
@@ -78,7 +81,7 @@ class CuteBackend:
         self.num_kv_heads, self.head_size, self.group = num_kv_heads, head_size, group
         self.sm_count = tuning.sm_count or torch.cuda.get_device_properties(device).multi_processor_count
         self.max_num_seqs = max_num_seqs
-        self._planner_ready = False
+        self._planners: set[PlanShape] = set()  # sizes of plans that the device can make: a kernel each
         self._plan_buffers: dict[int, PlanBuffer] = {}
         self._partials: dict[int, torch.Tensor] = {}  # by row class; shared by the q_lens of one class
 
@@ -128,15 +131,17 @@ class CuteBackend:
         return buffer
 
     def compile_planner(self) -> None:
-        """Compile the kernel of ``plan_on_device``; without Triton, which only that needs, do nothing."""
-        if self._planner_ready or importlib.util.find_spec("triton") is None:
+        """Compile the kernels of ``plan_on_device``, for the q_lens that have a plan buffer. Only that needs them, so
+        without Triton this does nothing, and where Triton cannot compile (it needs a C compiler) it warns."""
+        if importlib.util.find_spec("triton") is None:
             return
-        from mjolnir.kernels.plan_kernel import build_plan_on_device
-
-        scratch = PlanBuffer.make(self.plan_buffer(1).shape, self.device)
-        with torch.cuda.device(self.device):
-            build_plan_on_device(scratch.device[:1], 0, 0, scratch.shape, scratch.device, self.max_num_seqs)
-        self._planner_ready = True
+        for shape in {buffer.shape for buffer in self._plan_buffers.values()} - self._planners:
+            scratch = PlanBuffer.make(shape, self.device)
+            try:
+                self._launch_planner(scratch, scratch.device[:1], 0, 0)
+            except Exception as error:  # Triton's, of many kinds
+                logger.warning("plans cannot be made on %s, only on the host: %s", self.device, error)
+                return
 
     def plan_on_device(self, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int) -> PlanBuffer:
         """Queue the launch that builds a plan from device lengths on the current stream.
@@ -145,18 +150,21 @@ class CuteBackend:
             ModuleNotFoundError: Triton is not installed.
             RuntimeError: the planning kernel is not compiled yet and a CUDA graph is being captured.
         """
-        if not self._planner_ready and torch.cuda.is_current_stream_capturing():
+        buffer = self.plan_buffer(q_len)
+        if buffer.shape not in self._planners and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the planning kernel is not compiled and a CUDA graph is being captured: "
                 "call precompile() or plan() once before the capture"
             )
+        self._launch_planner(buffer, seq_lens, num_seqs, margin)
+        return buffer
+
+    def _launch_planner(self, buffer: PlanBuffer, seq_lens: torch.Tensor, num_seqs: int, margin: int) -> None:
         from mjolnir.kernels.plan_kernel import build_plan_on_device
 
-        buffer = self.plan_buffer(q_len)
         with torch.cuda.device(self.device):
             build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
-        self._planner_ready = True
-        return buffer
+        self._planners.add(buffer.shape)
 
     def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:
         """The kernel and its arguments that depend on layouts but not on addresses."""

@@ -165,7 +165,7 @@ def build_plan_on_device(
         out,
         out[rows_end:],
         num_seqs,
-        margin,
+        min(margin, INT32_MAX.value),  # one that needs int64 would compile another kernel
         NUM_CTAS=shape.num_ctas,
         NUM_ROWS=shape.num_rows,
         HEADS=shape.num_kv_heads,
