@@ -31,14 +31,14 @@ def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """``value``, which must be one of ``choices``.
+    """The one of ``choices`` that ``value`` equals: 64 for 64.0.
 
     Raises:
         ValueError: it is not.
     """
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
+    return next(choice for choice in choices if choice == value)
 
 
 def check_tensor(

@@ -31,6 +31,11 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 # The public torch.cuda.current_stream makes a Stream object, 2 us of the 15 that a launch may take.
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
+INT32_MAX = 2**31 - 1
+
+MAX_L2_PREFETCH = 1024
+"""Tiles ahead; far more than L2 holds, and no overflow where the kernel counts tokens."""
+
 MAX_PREPARED = 256
 """Layouts a runner remembers; a model has a few."""
 
@@ -132,7 +137,8 @@ class DecodeRunner:
                             ("sm_count", sm_count)):  # fmt: skip
             if value is not None:
                 check_positive_int(name, value)
-        check_positive_int("l2_prefetch", l2_prefetch, minimum=0)
+        if check_positive_int("l2_prefetch", l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
+            raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {l2_prefetch}")
         self.device = torch.device(device)
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
@@ -146,6 +152,7 @@ class DecodeRunner:
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name
         )
         self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
+        self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
         if self.backend == CUTE:
             from mjolnir.backends.cute import CuteBackend, Tuning
@@ -212,6 +219,11 @@ class DecodeRunner:
                 raise ValueError(f"{name} must have at least num_seqs = {num_seqs} rows, got {rows.shape[0]}")
         if num_seqs and not block_table.shape[1]:
             raise ValueError(f"block_table must have at least one column, got shape {tuple(block_table.shape)}")
+        if block_table.shape[1] * self.page_size > INT32_MAX:
+            raise ValueError(
+                f"block_table must have at most {INT32_MAX // self.page_size} columns of {self.page_size} tokens, got "
+                f"{block_table.shape[1]}"
+            )
         host_lens = None if seq_lens_host is None else _host_lengths(seq_lens_host, num_seqs)
         if self._cute is not None and host_lens is None:
             self._cute.plan_on_device(seq_lens, num_seqs, q_len, margin)
@@ -222,6 +234,7 @@ class DecodeRunner:
                     "host lengths"
                 )
             self._cute.upload_plan(host_lens, q_len, margin)
+        self._planned[q_len] = num_seqs
         return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
 
     def run(
@@ -260,6 +273,11 @@ class DecodeRunner:
         """
         if plan.runner is not self:
             raise ValueError("plan was made by another runner")
+        if self._planned[plan.q_len] != plan.num_seqs:  # the tensors were made for another number of rows
+            raise ValueError(
+                f"plan of {plan.num_seqs} sequences was overwritten by a later one of {self._planned[plan.q_len]}, of "
+                f"q_len {plan.q_len} too"
+            )
         if not isinstance(softmax_scale, (float, int)) or not math.isfinite(softmax_scale):
             raise ValueError(f"softmax_scale must be a finite float, got {softmax_scale!r}")
         if self._cute is None:

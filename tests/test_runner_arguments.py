@@ -84,6 +84,7 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
         ({"kv_stages": 0}, ValueError, "kv_stages must be at least 1, got 0"),
         ({"sm_count": -1}, ValueError, "sm_count must be at least 1, got -1"),
         ({"l2_prefetch": -1}, ValueError, "l2_prefetch must be at least 0, got -1"),
+        ({"l2_prefetch": 1025}, ValueError, "l2_prefetch must be at most 1024, got 1025"),
         ({"l2_prefetch": 1.5}, TypeError, "l2_prefetch must be an integer, got 1.5"),
     ],
 )
@@ -220,6 +221,26 @@ def test_run_refuses_the_plan_of_another_runner(runner: DecodeRunner) -> None:
     other = DecodeRunner(**RUNNER)
     with pytest.raises(ValueError, match="plan was made by another runner"):
         runner.run(**{**run_arguments(runner), "plan": other.plan(**plan_arguments())})
+
+
+def test_run_refuses_a_plan_whose_buffer_holds_one_of_other_sequences(runner: DecodeRunner) -> None:
+    """On a GPU it would run the later plan's sequences over tensors made for the earlier one's."""
+    arguments = run_arguments(runner)
+    fewer = runner.plan(**{**plan_arguments(), "num_seqs": 2})
+    with pytest.raises(ValueError, match="plan of 3 sequences was overwritten by a later one of 2, of q_len 2 too"):
+        runner.run(**arguments)
+    runner.run(**{**arguments, "plan": fewer})
+    runner.plan(**{**plan_arguments(), "num_seqs": 3, "q_len": 1})  # another q_len has its own buffer
+    runner.run(**{**arguments, "plan": fewer})
+
+
+def test_plan_refuses_a_block_table_of_more_tokens_than_int32_counts(
+    runner: DecodeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mjolnir.runner.INT32_MAX", 2 * PAGE - 1)
+    runner.plan(**{**plan_arguments(), "block_table": torch.zeros(3, 1).int()})
+    with pytest.raises(ValueError, match="block_table must have at most 1 columns of 16 tokens, got 2"):
+        runner.plan(**{**plan_arguments(), "block_table": torch.zeros(3, 2).int()})
 
 
 def test_the_reference_backend_compiles_nothing_and_is_always_ready(runner: DecodeRunner) -> None:
