@@ -21,13 +21,15 @@ from mjolnir.evidence import header
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """
+    """What ``mjolnir bench`` is asked for.
+
     Attributes:
         suite: name of a suite.
         patterns: shell-style, matched anywhere in a shape's name; none: every shape.
         data: "normal" or "hard" instead of what the suite says.
         repeat: graphs captured and timed per shape; the median is over the replays of all.
         budget_s: seconds after which no further shape is started.
+        knobs: arguments of ``DecodeRunner`` that differ from its own choice.
     """
 
     suite: str = "core"
@@ -38,7 +40,8 @@ class Options:
     knobs: Knobs = dataclasses.field(default_factory=Knobs)
 
     def shapes(self) -> list[Shape]:
-        """
+        """The suite's shapes that the options leave, each once, in its order.
+
         Raises:
             ValueError: an unknown suite or kind of data, or a pattern without a match.
         """

@@ -31,6 +31,7 @@ def describe(result: Row | Failure) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
+    """Lines over all rows of normal data: geometric mean of us / target, and the worst; none without such rows."""
     normal = [row for row in rows if row.data == NORMAL]
     if not normal:
         return []

@@ -114,7 +114,8 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """
+        """The report that ``to_json`` wrote.
+
         Raises:
             KeyError, TypeError, ValueError: not a report; a row with a field too many, too few or of another type.
         """
@@ -130,7 +131,8 @@ class Report:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """
+    """exp of the mean of the logarithms; all values are positive.
+
     Raises:
         ValueError: no values.
     """

@@ -17,6 +17,8 @@ of the tokens in this forward call, positions already rotated in."""
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
+    """Sizes and constants of one model; max_tokens is its context length, rope_base the θ of its rotary positions."""
+
     num_layers: int
     num_heads: int
     num_kv_heads: int

@@ -8,6 +8,7 @@ from mjolnir.demo.generate import DemoResult, Difference
 
 
 def render(result: DemoResult) -> Table:
+    """What the answer took, what its cache takes, and how far its logits are off."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("tokens", f"{result.prompt_tokens} prompt + {result.answer_tokens} answer")
     table.add_row("load, prefill", f"{result.load_s:.1f} s, {result.prefill_s:.2f} s")
