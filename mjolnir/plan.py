@@ -8,8 +8,9 @@ the next row that nobody has. Rows get smaller towards the end of the line, beca
 share of bandwidth depends on how many others its GPC has, 14 to 18 on an H200, and with equal shares the slowest ended
 25 % after the fastest.
 
-Everything about a row follows from its position on the line, so a kernel can build the same plan with a thread per
-row. A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, unused), then per row
+Everything about a row follows from its position on the line, so a kernel can build the same plan in one launch
+(kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, unused),
+then per row
 
     0 first_seq    3 end_seq     6 first_row: row in which this row's first item begins
     1 first_head   4 end_head    7 last_row:  row in which this row's last item ends
