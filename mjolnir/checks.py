@@ -99,9 +99,9 @@ def scale_view(name: str, scale: Any, num_seqs: int, num_kv_heads: int) -> torch
         return scale.expand(num_seqs, num_kv_heads)
     if scale.dim() == 2 and scale.shape[0] >= num_seqs and scale.shape[1] == num_kv_heads:
         return scale[:num_seqs]
+    per_seq = f"({num_seqs or 'num_seqs'} or more, {num_kv_heads})"
     raise ValueError(
-        f"{name} must have 1 element, shape ({num_kv_heads},) or shape (at least {num_seqs}, {num_kv_heads}), "
-        f"got shape {tuple(scale.shape)}"
+        f"{name} must have 1 element, shape ({num_kv_heads},) or shape {per_seq}, got shape {tuple(scale.shape)}"
     )
 
 

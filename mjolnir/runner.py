@@ -368,7 +368,10 @@ def _host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:
     """The first num_seqs lengths, checked."""
     if isinstance(seq_lens_host, torch.Tensor) and seq_lens_host.device.type != "cpu":
         raise ValueError(f"seq_lens_host must be on the host, got a tensor on {seq_lens_host.device}")
-    lens = np.asarray(seq_lens_host)
+    try:
+        lens = np.asarray(seq_lens_host)
+    except ValueError:  # rows of different lengths
+        raise TypeError(f"seq_lens_host must be a sequence of ints, got {seq_lens_host!r}") from None
     if lens.ndim != 1 or (lens.size and lens.dtype.kind not in "iu"):
         raise TypeError(f"seq_lens_host must be a sequence of ints, got {lens.ndim} dimensions of {lens.dtype}")
     if len(lens) < num_seqs:
