@@ -79,71 +79,42 @@ class SplitMerge(Epilogue):
     @cute.jit
     def merge(self, count, first_slot, second_slot, stride, last_slot, result_slot):
         """Merge ``count`` partial results, in slots first, second, second + stride, … and last, into O, or, where
-        result_slot >= 0, into that slot.
-
-        A turn reads LOADS_IN_FLIGHT splits of a row, and merges those that the turn before has read: a round trip to
-        L2 takes 0.4 us. Turn 0 of a row therefore merges the end of the row before, or, at first, nothing."""
+        result_slot >= 0, into that slot. Stats and O of LOADS_IN_FLIGHT splits are read in one round trip."""
         v_factor = self.v_factor()
-        turns = (count + LOADS_IN_FLIGHT - 1) // LOADS_IN_FLIGHT
-        rows = (self.live_rows - self.first_row + self.row_step - 1) // self.row_step
-        state = cute.make_rmem_tensor((7,), Float32)  # m, l, mult, O
-        ms = cute.make_rmem_tensor((LOADS_IN_FLIGHT,), Float32)
-        ls = cute.make_rmem_tensor((LOADS_IN_FLIGHT,), Float32)
-        values = cute.make_rmem_tensor((4 * LOADS_IN_FLIGHT,), Float32)
-        ms.fill(NEG_INF)
-        ls.fill(0.0)
-        values.fill(0.0)
-        read_mult = Float32(0.0)
-        row, turn = self.first_row, Int32(0)
-        for step in cutlass.range(cutlass.max(rows, Int32(0)) * turns + 1, unroll=1):
-            # Read ahead; past the end the last split of the last row is read again, and weighs nothing.
-            next_ms, next_ls, next_values = [], [], []
-            next_mult = read_mult
-            safe_row = cutlass.min(row, self.live_rows - 1)
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                split = turn * LOADS_IN_FLIGHT + j
-                slot = second_slot + (split - 1) * stride
-                slot = first_slot if split == 0 else slot
-                slot = last_slot if split >= count - 1 else slot
-                m, l, next_mult = ptx.ldg_f32x3(self.stats_address(slot, safe_row))
-                next_ms.append(m if split < count else Float32(NEG_INF))
-                next_ls.append(l)
-                next_values.append(ptx.ldg_f32x4(self.values_address(slot, safe_row)))
-            # Merge what the turn before has read: the first of a row starts afresh, the last of a row is its end.
-            done_turn = turn - 1 if turn > 0 else turns - 1
-            done_row = row if turn > 0 else row - self.row_step
-            if done_turn == 0:
-                state.fill(0.0)
-                state[0] = Float32(NEG_INF)
-            top = state[0]
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                top = cute.arch.fmax(top, ms[j])
-            kept = weight_of(state[0], top, read_mult) if state[0] != NEG_INF else Float32(0.0)
-            for i in cutlass.range_constexpr(1, 7):
-                state[i] = state[i] * kept
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                weight = weight_of(ms[j], top, read_mult) if ms[j] != NEG_INF else Float32(0.0)
-                state[1] = state[1] + ls[j] * weight
-                for e in cutlass.range_constexpr(4):
-                    state[3 + e] = state[3 + e] + values[4 * j + e] * weight
-            state[0] = top
-            state[2] = read_mult
-            if step > 0 and done_turn == turns - 1:
-                m, l, mult, *o = [state[i] for i in range(7)]
-                if result_slot >= 0:
-                    self.store_partial(result_slot, done_row, o, m, l, mult)
-                else:
-                    self.finish_row(done_row, o, m, l, mult, v_factor)
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                ms[j] = next_ms[j]
-                ls[j] = next_ls[j]
-                for e in cutlass.range_constexpr(4):
-                    values[4 * j + e] = next_values[j][e]
-            read_mult = next_mult
-            turn = turn + 1
-            if turn == turns:
-                turn = Int32(0)
-                row = row + self.row_step
+        for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+            state = cute.make_rmem_tensor((7,), Float32)  # m, l, mult, O
+            state.fill(0.0)
+            state[0] = Float32(NEG_INF)
+            for first in cutlass.range(0, count, LOADS_IN_FLIGHT, unroll=1):
+                ms, ls, values = [], [], []
+                mult = state[2]
+                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    # Past the end the last split is read again, and weighs nothing.
+                    slot = second_slot + (first + j - 1) * stride
+                    slot = first_slot if first + j == 0 else slot
+                    slot = last_slot if first + j >= count - 1 else slot
+                    m, l, mult = ptx.ldg_f32x3(self.stats_address(slot, row))
+                    ms.append(m if first + j < count else Float32(NEG_INF))
+                    ls.append(l)
+                    values.append(ptx.ldg_f32x4(self.values_address(slot, row)))
+                top = state[0]
+                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    top = cute.arch.fmax(top, ms[j])
+                kept = weight_of(state[0], top, mult) if state[0] != NEG_INF else Float32(0.0)
+                for i in cutlass.range_constexpr(1, 7):
+                    state[i] = state[i] * kept
+                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    weight = weight_of(ms[j], top, mult) if ms[j] != NEG_INF else Float32(0.0)
+                    state[1] = state[1] + ls[j] * weight
+                    for e in cutlass.range_constexpr(4):
+                        state[3 + e] = state[3 + e] + values[j][e] * weight
+                state[0] = top
+                state[2] = mult
+            m, l, mult, *o = [state[i] for i in range(7)]
+            if result_slot >= 0:
+                self.store_partial(result_slot, row, o, m, l, mult)
+            else:
+                self.finish_row(row, o, m, l, mult, v_factor)
 
     @property
     def flag(self) -> Any:
