@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 INT32_MAX = 2**31 - 1
+FLT_MAX = (2 - 2**-23) * 2.0**127
 
 MAX_L2_PREFETCH = 1024
 """Tiles ahead; far more than L2 holds, and no overflow where the kernel counts tokens."""
@@ -137,6 +137,8 @@ class DecodeRunner:
                             ("sm_count", sm_count)):  # fmt: skip
             if value is not None:
                 check_positive_int(name, value)
+        for name, flag in (("pdl", pdl), ("kv_evict_first", kv_evict_first)):
+            check_choice(name, flag, (True, False))
         if check_positive_int("l2_prefetch", l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
             raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {l2_prefetch}")
         self.device = torch.device(device)
@@ -195,8 +197,9 @@ class DecodeRunner:
             num_seqs: sequences of the step; 0 is allowed.
             q_len: query tokens per sequence.
             block_table: (≥ num_seqs, max_pages) int32 on the device; entries past a sequence's last page are never
-                read.
-            seq_lens: (≥ num_seqs,) int32 on the device.
+                used. An entry inside a sequence that names no page reads as zeros on a GPU.
+            seq_lens: (≥ num_seqs,) int32 on the device; a length past max_pages · page_size counts as that many on a
+                GPU. The reference backend raises in both cases.
             margin: plan every sequence this many tokens longer.
             causal: see ``StepPlan``.
 
@@ -225,17 +228,24 @@ class DecodeRunner:
                 f"{block_table.shape[1]}"
             )
         host_lens = None if seq_lens_host is None else _host_lengths(seq_lens_host, num_seqs)
-        if self._cute is not None and host_lens is None:
-            self._cute.plan_on_device(seq_lens, num_seqs, q_len, margin)
-        elif self._cute is not None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "plan() with host lengths cannot be captured in a CUDA graph; plan before each replay, or without "
-                    "host lengths"
-                )
-            self._cute.upload_plan(host_lens, q_len, margin)
+        if self._cute is not None:
+            with torch.cuda.device(self.device):
+                self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
         self._planned[q_len] = num_seqs
         return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
+
+    def _plan_on_gpu(
+        self, host_lens: npt.NDArray[np.int64] | None, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int
+    ) -> None:
+        if host_lens is None:
+            self._cute.plan_on_device(seq_lens, num_seqs, q_len, margin)
+        elif torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "plan() with host lengths cannot be captured in a CUDA graph; plan before each replay, or without host "
+                "lengths"
+            )
+        else:
+            self._cute.upload_plan(host_lens, q_len, margin)
 
     def run(
         self,
@@ -265,7 +275,8 @@ class DecodeRunner:
             q_mul, o_mul: (h_q, d) fp32 factors on Q before and on O after.
             lse: (≥ tokens, h_q) fp32; receives the natural-log log-sum-exp of the scores, −inf where no key is seen.
 
-        A query token that sees no key gets O = 0.
+        A query token that sees no key gets O = 0. V of the q_len − 1 newest tokens must be finite: query tokens that
+        may not see them still multiply them by 0.
 
         Raises:
             ValueError, TypeError: an argument out of its range, named.
@@ -278,8 +289,10 @@ class DecodeRunner:
                 f"plan of {plan.num_seqs} sequences was overwritten by a later one of {self._planned[plan.q_len]}, of "
                 f"q_len {plan.q_len} too"
             )
-        if not isinstance(softmax_scale, (float, int)) or not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be a finite float, got {softmax_scale!r}")
+        if not isinstance(softmax_scale, (float, int)):
+            raise TypeError(f"softmax_scale must be a float, got {softmax_scale!r} ({type(softmax_scale).__name__})")
+        if not abs(softmax_scale) <= FLT_MAX:
+            raise ValueError(f"softmax_scale must be a finite fp32 number, got {softmax_scale!r}")
         if self._cute is None:
             self._prepare(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
             torch_ref.decode(
