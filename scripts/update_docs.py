@@ -100,10 +100,56 @@ def verify_table(record: dict[str, Any]) -> str:
     )
 
 
+def development_table(record: dict[str, Any]) -> str:
+    return _table(
+        ("heads", "batch × length", "d", "page", "KV", "floor, µs", "target, µs", "measured, µs", "ratio", "commit"),
+        (
+            [
+                f"{row['heads_q']}/{row['heads_kv']}",
+                row["batch"].replace("x", " × ") + (f", q_len {row['q_len']}" if row["q_len"] > 1 else ""),
+                str(row["head_dim"]),
+                f"{row['page_size']} {row['layout']}",
+                row["kv_format"],
+                f"{row['floor_us']:.1f}",
+                f"{row['target_us']:.1f}",
+                f"{row['us']:.1f}",
+                f"{row['us'] / row['target_us']:.2f}",
+                row["commit"],
+            ]
+            for row in record["rows"]
+        ),
+        f"{record['device']}, {record['date']}, while the kernel was tuned",
+    )
+
+
+def timeline_table(record: dict[str, Any]) -> str:
+    shapes = record["timeline"]["shapes"]
+    steps = [step for step in shapes[0] if step not in ("heads", "batch", "rows")]
+    return _table(
+        ("µs after the start", *(f"{s['heads']}, {s['batch'].replace('x', ' × ')}, {s['rows']} rows" for s in shapes)),
+        ([step.replace("_", " "), *(f"{shape[step]:.2f}" for shape in shapes)] for step in steps),
+        f"{record['device']}, commit {record['timeline']['commit']}",
+    )
+
+
+def trials_table(record: dict[str, Any]) -> str:
+    return _table(
+        ("tried", "kept", "before, µs", "after, µs"),
+        (
+            [trial["what"], "yes" if trial["kept"] else "no", f"{trial['before']:.1f}", f"{trial['after']:.1f}"]
+            for trial in record["trials"]
+        ),
+        f"{record['device']}, {record['date']}, while the kernel was tuned",
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode": ("decode.json", decode_table),
     "decode-all": ("decode.json", decode_all_table),
     "verify": ("verify.json", verify_table),
+    "development": ("development.json", development_table),
+    "timeline": ("development.json", timeline_table),
+    "trials": ("development.json", trials_table),
 }
 
 NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -113,12 +159,20 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode.best-tb-s": ("decode.json", lambda report: f"{max(row.tb_s for row in report.rows):.2f}"),
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
     "verify.cases": ("verify.json", lambda record: str(len(record["rows"]))),
+    "development.gpu-tests": ("development.json", lambda record: str(record["tests"]["passed"])),
+    "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
     "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
 }
 
+
+def _load_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "decode.json": Report.load,
-    "verify.json": lambda path: json.loads(path.read_text(encoding="utf-8")),
+    "verify.json": _load_json,
+    "development.json": _load_json,
 }
 
 
@@ -175,6 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.write_text(updated, encoding="utf-8")
             print(f"{path.name} updated")
     return int(stale and options.check)
+
+
+def _sm_spread(record: dict[str, Any]) -> float:
+    """How much later, in percent, the slowest tenth of the TPCs ends than the fastest."""
+    ends = sorted(record["sm_speed"]["tile_loop_end_us_by_tpc"])
+    tenth = len(ends) // 10
+    return 100 * (sum(ends[-tenth:]) / sum(ends[:tenth]) - 1)
 
 
 def _ratios(report: Report) -> list[float]:
