@@ -9,6 +9,8 @@ import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -103,6 +105,29 @@ def scale_view(name: str, scale: Any, num_seqs: int, num_kv_heads: int) -> torch
     raise ValueError(
         f"{name} must have 1 element, shape ({num_kv_heads},) or shape {per_seq}, got shape {tuple(scale.shape)}"
     )
+
+
+def host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:
+    """The first num_seqs lengths of a sequence, an array or a CPU tensor of ints.
+
+    Raises:
+        TypeError: not one-dimensional, or not ints.
+        ValueError: not on the host, too few, or negative.
+    """
+    if isinstance(seq_lens_host, torch.Tensor) and seq_lens_host.device.type != "cpu":
+        raise ValueError(f"seq_lens_host must be on the host, got a tensor on {seq_lens_host.device}")
+    try:
+        lens = np.asarray(seq_lens_host)
+    except ValueError:  # rows of different lengths
+        raise TypeError(f"seq_lens_host must be a sequence of ints, got {seq_lens_host!r}") from None
+    if lens.ndim != 1 or (lens.size and lens.dtype.kind not in "iu"):
+        raise TypeError(f"seq_lens_host must be a sequence of ints, got {lens.ndim} dimensions of {lens.dtype}")
+    if len(lens) < num_seqs:
+        raise ValueError(f"seq_lens_host must have at least num_seqs = {num_seqs} rows, got {len(lens)}")
+    lens = lens[:num_seqs].astype(np.int64)
+    if num_seqs and lens.min() < 0:
+        raise ValueError(f"seq_lens_host must not be negative, got {lens.min()}")
+    return lens
 
 
 def _either(options: Collection[Any]) -> str:

@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
-from mjolnir.checks import check_choice, check_positive_int, check_tensor
+from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths
 from mjolnir.formats import get_format
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature, layout_key, needs_q_split
+from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,6 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.
 
 INT32_MAX = 2**31 - 1
 FLT_MAX = (2 - 2**-23) * 2.0**127
-
-MAX_L2_PREFETCH = 1024
-"""Tiles ahead; far more than L2 holds, and no overflow where the kernel counts tokens."""
 
 MAX_PREPARED = 256
 """Layouts a runner remembers; a model has a few."""
@@ -133,22 +131,8 @@ class DecodeRunner:
         if q_mode == "fp8":
             raise NotImplementedError('q_mode="fp8" is not implemented yet; q_mode="bf16" reads bf16 and fp16 queries')
         self.kv_format = get_format(kv_format)
-        for name, value in (("ctas_per_sm", ctas_per_sm), ("max_splits", max_splits), ("kv_stages", kv_stages),
-                            ("sm_count", sm_count)):  # fmt: skip
-            if value is not None:
-                check_positive_int(name, value)
-        for name, flag in (("pdl", pdl), ("kv_evict_first", kv_evict_first)):
-            check_choice(name, flag, (True, False))
-        if check_positive_int("l2_prefetch", l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
-            raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {l2_prefetch}")
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            if not torch.cuda.is_available():
-                raise ValueError(
-                    f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference'
-                )
-            if self.device.index is None:
-                self.device = torch.device("cuda", torch.cuda.current_device())
+        tuning = Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count)
+        self.device = _device(device)
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name
@@ -157,7 +141,7 @@ class DecodeRunner:
         self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
         if self.backend == CUTE:
-            from mjolnir.backends.cute import CuteBackend, Tuning
+            from mjolnir.backends.cute import CuteBackend
 
             arch = device_arch(self.device)
             if arch is None:
@@ -171,7 +155,7 @@ class DecodeRunner:
                 group=self.group,
                 out_dtype=DTYPE_NAMES[out_dtype],
                 max_num_seqs=self.max_num_seqs,
-                tuning=Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count),
+                tuning=tuning,
             )
             for q_len in range(1, self.max_q_len + 1):
                 self._cute.plan_buffer(q_len)
@@ -227,7 +211,7 @@ class DecodeRunner:
                 f"block_table must have at most {INT32_MAX // self.page_size} columns of {self.page_size} tokens, got "
                 f"{block_table.shape[1]}"
             )
-        host_lens = None if seq_lens_host is None else _host_lengths(seq_lens_host, num_seqs)
+        host_lens = None if seq_lens_host is None else host_lengths(seq_lens_host, num_seqs)
         if self._cute is not None:
             with torch.cuda.device(self.device):
                 self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
@@ -377,19 +361,11 @@ class DecodeRunner:
         return self._cute.variant(q_len, DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul))
 
 
-def _host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:
-    """The first num_seqs lengths, checked."""
-    if isinstance(seq_lens_host, torch.Tensor) and seq_lens_host.device.type != "cpu":
-        raise ValueError(f"seq_lens_host must be on the host, got a tensor on {seq_lens_host.device}")
-    try:
-        lens = np.asarray(seq_lens_host)
-    except ValueError:  # rows of different lengths
-        raise TypeError(f"seq_lens_host must be a sequence of ints, got {seq_lens_host!r}") from None
-    if lens.ndim != 1 or (lens.size and lens.dtype.kind not in "iu"):
-        raise TypeError(f"seq_lens_host must be a sequence of ints, got {lens.ndim} dimensions of {lens.dtype}")
-    if len(lens) < num_seqs:
-        raise ValueError(f"seq_lens_host must have at least num_seqs = {num_seqs} rows, got {len(lens)}")
-    lens = lens[:num_seqs].astype(np.int64)
-    if num_seqs and lens.min() < 0:
-        raise ValueError(f"seq_lens_host must not be negative, got {lens.min()}")
-    return lens
+def _device(device: torch.device | str) -> torch.device:
+    """The device, with an index if it is a GPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference')
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -15,6 +15,7 @@ from mjolnir.compiler import kernel_cache
 from mjolnir.kernels.geometry import Geometry
 from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
 from mjolnir.signature import Signature
+from mjolnir.tuning import Tuning
 from mjolnir.variant import Variant, rows_class
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,6 @@ EVICT_NORMAL = 0x1000000000000000
 """L2 cache-policy operands of the bulk copies, as createpolicy.fractional makes them for a fraction of 1."""
 
 COUNTERS_PER_ROW = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """A runner's launch choices; None and 0 as in ``DecodeRunner``."""
-
-    ctas_per_sm: int | None
-    max_splits: int | None
-    kv_stages: int | None
-    pdl: bool
-    l2_prefetch: int
-    kv_evict_first: bool
-    sm_count: int | None
 
 
 @dataclasses.dataclass(frozen=True)

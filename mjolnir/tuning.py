@@ -1,0 +1,36 @@
+"""A runner's launch choices, and the check of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mjolnir.checks import check_choice, check_positive_int
+
+MAX_L2_PREFETCH = 1024
+"""Tiles ahead; far more than L2 holds, and no overflow where the kernel counts tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """As the arguments of ``DecodeRunner``; None is the tuned choice.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, named.
+    """
+
+    ctas_per_sm: int | None
+    max_splits: int | None
+    kv_stages: int | None
+    pdl: bool
+    l2_prefetch: int
+    kv_evict_first: bool
+    sm_count: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("ctas_per_sm", "max_splits", "kv_stages", "sm_count"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        for name in ("pdl", "kv_evict_first"):
+            check_choice(name, getattr(self, name), (True, False))
+        if check_positive_int("l2_prefetch", self.l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
+            raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {self.l2_prefetch}")
