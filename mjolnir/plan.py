@@ -56,6 +56,8 @@ ALIGN_SLACK = 3
 """Below DYNAMIC_ABOVE, rows that hold one piece each may be this much longer than equal ones: a row that ends one
 item and begins another merges twice, about 2 us more."""
 
+INT32_MAX = 2**31 - 1
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -75,7 +77,7 @@ class PlanShape:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows of one size: row first_row + i begins at position start + i * share."""
+    """Rows of one size: row first_row + i begins at position start + i * share. The first segment begins at 0."""
 
     start: int
     first_row: int
@@ -95,8 +97,7 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         share of its segment by at most PIECE_COST, unless max_splits = 1.
     """
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
-    longest = np.iinfo(np.int32).max
-    lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, longest), longest)
+    lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, INT32_MAX), INT32_MAX)
     tiles = np.maximum(-(-lens // PLAN_TILE), 1)
     aligned = aligned_share(tiles, shape)
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
@@ -164,16 +165,16 @@ def cut_line(total: int, longest: int, shape: PlanShape) -> list[Segment]:
 def _row_starts(segments: list[Segment], count: int) -> Int64Array:
     """Where rows 0 … count - 1 begin; the last segment goes on for ever."""
     row = np.arange(count, dtype=np.int64)
-    start = np.empty_like(row)
-    for segment in segments:
+    start = row * segments[0].share
+    for segment in segments[1:]:
         start[segment.first_row :] = segment.start + (row[segment.first_row :] - segment.first_row) * segment.share
     return start
 
 
 def _row_of(segments: list[Segment], position: Int64Array) -> Int64Array:
     """The row that a position lies in."""
-    row = np.zeros_like(position)
-    for segment in segments:
+    row = position // segments[0].share
+    for segment in segments[1:]:
         here = segment.first_row + (position - segment.start) // segment.share
         row = np.where(position >= segment.start, here, row)
     return row
