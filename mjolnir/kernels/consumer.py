@@ -20,6 +20,8 @@ FLT_MAX, FLT_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class Consumer:
+    """Code of one consumer warp; the warps of a CTA form a grid of kv groups × row groups (see Geometry)."""
+
     def __init__(self, variant: Variant, geo: Geometry):
         self.variant, self.geo = variant, geo
         self.math = TileMath(variant, geo)

@@ -29,6 +29,8 @@ from mjolnir.variant import Variant
 
 
 class DecodeKernel:
+    """The kernel of one variant: ``__call__`` makes the tensor maps and launches, ``kernel`` gives each warp its role."""
+
     def __init__(self, variant: Variant):
         self.variant = variant
         self.geo = Geometry.of(variant)

@@ -14,6 +14,8 @@ from mjolnir.variant import Variant
 
 
 class Producer:
+    """Code of the producer warp."""
+
     def __init__(self, variant: Variant, geo: Geometry):
         self.variant, self.geo = variant, geo
         self.mailbox = Mailbox(geo)
