@@ -29,7 +29,7 @@ from mjolnir.variant import Variant
 
 
 class DecodeKernel:
-    """The kernel of one variant: ``__call__`` makes the tensor maps and launches, ``kernel`` gives each warp its role."""
+    """The kernel of one variant: ``__call__`` makes the tensor maps and launches, ``kernel`` gives a warp its role."""
 
     def __init__(self, variant: Variant):
         self.variant = variant
