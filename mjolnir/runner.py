@@ -266,6 +266,8 @@ class DecodeRunner:
             ValueError, TypeError: an argument out of its range, named.
             RuntimeError: the kernel is not compiled and a CUDA graph is being captured.
         """
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"plan must be a StepPlan, got {type(plan).__name__}")
         if plan.runner is not self:
             raise ValueError("plan was made by another runner")
         if self._planned[plan.q_len] != plan.num_seqs:  # the tensors were made for another number of rows

@@ -200,6 +200,7 @@ ROWS = (TOKENS, HEADS, D)
         ("softmax_scale", float("nan"), ValueError, "softmax_scale must be a finite fp32 number, got nan"),
         ("softmax_scale", float("inf"), ValueError, "softmax_scale must be a finite fp32 number, got inf"),
         ("softmax_scale", torch.ones(1), TypeError, "softmax_scale must be a float, got tensor"),
+        ("plan", None, TypeError, "plan must be a StepPlan, got NoneType"),
         ("softmax_scale", None, TypeError, "softmax_scale must be a float, got None"),
         ("q_mul", torch.ones(HEADS), ValueError, r"q_mul must have shape \(8, 64\), got \(8,\)"),
         ("q_mul", torch.ones(HEADS, D).half(), TypeError, "q_mul must have dtype torch.float32, got torch.float16"),

@@ -148,6 +148,8 @@ class CuteBackend:
         return buffer
 
     def _launch_planner(self, buffer: PlanBuffer, seq_lens: torch.Tensor, num_seqs: int, margin: int) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise ModuleNotFoundError("plan() without host lengths needs Triton, which is not installed")
         from mjolnir.kernels.plan_kernel import build_plan_on_device
 
         with torch.cuda.device(self.device):
