@@ -550,6 +550,30 @@ def test_failed_compile_reaches_every_waiter_and_is_not_remembered(folder):
     assert cache.stats == CacheStats(compiles=1, compile_failures=1)
 
 
+def test_an_interrupt_stays_in_its_thread(folder):
+    inside, go = threading.Event(), threading.Event()
+
+    def builder(variant: Variant) -> FakeBuild:
+        inside.set()
+        go.wait(10)
+        raise KeyboardInterrupt
+
+    cache = fresh(folder, builder)
+    waiter: list[object] = []
+
+    def wait_for_it() -> None:
+        inside.wait(10)
+        threading.Timer(0.2, go.set).start()
+        waiter.extend(run_threads(1, lambda: cache.get(VARIANT)))
+
+    thread = threading.Thread(target=wait_for_it)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        cache.get(VARIANT)
+    thread.join(30)
+    assert isinstance(waiter[0], RuntimeError) and "was interrupted in another thread" in str(waiter[0])
+
+
 def test_processes_compile_one_key_once(folder, tmp_path):
     context = multiprocessing.get_context("spawn")
     count, log, answers, barrier = 3, tmp_path / "log", context.Queue(), context.Barrier(3)

@@ -74,7 +74,9 @@ def random_cases(count: int, seed: int) -> list[tuple[list[int], PlanShape, int]
 INTERPRETED = """
 import mjolnir.kernels.plan_kernel as kernel
 import test_plan_kernel as t
+t.check([70] * 2100, t.PlanShape(5, 2), 0, "cpu")  # fewer rows a program
 kernel.ROWS_PER_PROGRAM = 128  # fewer programs: the interpreter's time goes by their number
+kernel.STARTS_PER_PROGRAM = 128 * 2048
 for case in t.CASES + t.random_cases(60, 0):
     t.check(*case, "cpu")
 """

@@ -145,7 +145,9 @@ class KernelCache:
             self._count("compile_failures")
             with self._lock:
                 del self._pending[variant]
-            future.set_exception(error)
+            # An interrupt is meant for this thread alone; those that wait learn what became of their kernel.
+            interrupted = RuntimeError(f"compiling {variant.name} was interrupted in another thread: {error!r}")
+            future.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
         with self._lock:
             self._kernels[variant] = kernel

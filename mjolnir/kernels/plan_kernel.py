@@ -12,8 +12,9 @@ import triton.language as tl
 
 from mjolnir import plan
 
-ROWS_PER_PROGRAM = 8
-"""With 1024 sequences a row compares its position with as many starts: 8 × 1024 values are 64 registers a thread."""
+ROWS_PER_PROGRAM, STARTS_PER_PROGRAM = 8, 8 * 1024
+"""A row compares its position with the starts of all sequences: 8 × 1024 of them take 64 registers a thread. With more
+sequences a program makes fewer rows."""
 
 INT32_MAX = tl.constexpr(2**31 - 1)
 FAR = tl.constexpr(2**62)
@@ -160,7 +161,9 @@ def build_plan_on_device(
         max_num_seqs: largest num_seqs; one kernel is compiled for it.
     """
     rows_end = (1 + shape.num_rows) * plan.PLAN_COLUMNS
-    _build_plan[(triton.cdiv(shape.num_rows, ROWS_PER_PROGRAM),)](
+    block_seqs = triton.next_power_of_2(max(max_num_seqs, 16))
+    block_rows = max(1, min(ROWS_PER_PROGRAM, STARTS_PER_PROGRAM // block_seqs))
+    _build_plan[(triton.cdiv(shape.num_rows, block_rows),)](
         seq_lens,
         out,
         out[rows_end:],
@@ -170,6 +173,6 @@ def build_plan_on_device(
         NUM_ROWS=shape.num_rows,
         HEADS=shape.num_kv_heads,
         MAX_SPLITS=shape.max_splits or 0,
-        BLOCK_SEQS=triton.next_power_of_2(max(max_num_seqs, 16)),
-        BLOCK_ROWS=ROWS_PER_PROGRAM,
+        BLOCK_SEQS=block_seqs,
+        BLOCK_ROWS=block_rows,
     )
