@@ -92,6 +92,30 @@ def test_equals_the_host_s_plan_under_the_interpreter():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("num_seqs, max_splits", [(256, 0), (1024, 0), (1024, 1), (1024, 4)])
+def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from mjolnir.compiler.inspect import inspect_cubin
+    from mjolnir.kernels import plan_kernel
+
+    names = plan_kernel._build_plan.arg_names
+    constants = {
+        "NUM_CTAS": 264,
+        "NUM_ROWS": PlanShape(264, 8).num_rows,
+        "HEADS": 8,
+        "MAX_SPLITS": max_splits,
+        "BLOCK_SEQS": num_seqs,
+        "BLOCK_ROWS": plan_kernel.ROWS_PER_PROGRAM,
+    }
+    kinds = {name: "constexpr" if name in constants else "i32" for name in names}
+    kinds |= {name: "*i32" for name in ("seq_lens", "plan_rows", "counters")}
+    source = ASTSource(fn=plan_kernel._build_plan, signature=kinds, constexprs=constants)
+    cubin = compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert not inspect_cubin(cubin, "_build_plan").spills
+
+
 @pytest.mark.gpu
 def test_equals_the_host_s_plan():
     for case in CASES + random_cases(40, 1):
