@@ -12,7 +12,7 @@ from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
-from mjolnir.kernels.work import Mailbox, num_tiles, piece_of
+from mjolnir.kernels.work import Mailbox, first_stage, num_tiles, piece_of
 from mjolnir.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -49,7 +49,7 @@ class Consumer:
                 seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
                 mult = self.read_q(args, q_frags, seq, head, row0, g, t)
                 state = self.softmax.start()
-                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                stage = first_stage(geo, stage)
                 mine = stage + kv_group
                 for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
                     token0 = begin + tile * geo.tile

@@ -33,6 +33,7 @@ class Epilogue:
         self.exchange = smem + geo.exchange_offset
         self.ml = smem + geo.ml_offset
         self.mult = smem + geo.mult_offset
+        self.flag = smem + geo.flag_offset
         self.live_rows = args.q_len * args.group
         self.threads = geo.consumer_warps * WARP
         thread = warp * WARP + lane
@@ -47,7 +48,6 @@ class Epilogue:
         """This warp's O, m and l into the exchange buffer."""
         geo = self.geo
         g, t = self.lane // 4, self.lane % 4
-        m_tiles = geo.head_size // 16
         for c in range(2 * geo.row_tiles):
             n, e = c // 2, c % 2
             total = state.l[c]
@@ -55,8 +55,8 @@ class Epilogue:
                 total = total + cute.arch.shuffle_sync_bfly(total, 4 << step)
             row = row0 + n * 8 + 2 * t + e
             slot = kv_group * geo.rows + row
-            for i in range(m_tiles):
-                at = (n * m_tiles + i) * 4 + e
+            for i in range(geo.m_tiles):
+                at = (n * geo.m_tiles + i) * 4 + e
                 word = slot * geo.exchange_stride + i * 18 + 2 * g
                 ptx.sts_f32x2(self.exchange + word * 4, state.acc[at], state.acc[at + 2])
             # Every g holds the same values: eight lanes write one word.

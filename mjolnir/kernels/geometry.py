@@ -117,6 +117,11 @@ class Geometry:
         return self.rows_per_warp // 8
 
     @property
+    def m_tiles(self) -> int:
+        """m16 tiles of O^T: 16 elements of the head each."""
+        return self.head_size // 16
+
+    @property
     def kv_tile_bytes(self) -> int:
         """K, or V, of one stage."""
         return self.panels * self.tile * self.panel_bytes
@@ -138,7 +143,7 @@ class Geometry:
     def exchange_stride(self) -> int:
         """fp32 words per row of the exchange buffer: 18 words per 16 elements and an odd multiple of 4 keep the
         two-word writes of a half warp in different banks."""
-        words = self.head_size // 16 * 18
+        words = self.m_tiles * 18
         return words + (4 - words) % 16
 
     # Shared memory, in bytes from its 1024-aligned base: ring, exchange, (m, l), row scales, flag,

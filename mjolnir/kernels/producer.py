@@ -8,7 +8,7 @@ from cutlass import Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import Geometry
-from mjolnir.kernels.work import Mailbox, Work, load_row, num_tiles, piece_of
+from mjolnir.kernels.work import Mailbox, Work, first_stage, load_row, num_tiles, piece_of
 from mjolnir.plan import PLAN_COLUMNS
 from mjolnir.variant import Variant
 
@@ -61,7 +61,7 @@ class Producer:
         token_bytes = 2 * geo.panels * geo.panel_bytes
         num_rows = ptx.ldg_b32(args.plan)
         num_ctas = cute.arch.grid_dim()[0]
-        stage = Int32(0)  # of the ring; a piece starts at a multiple of kv_groups, so that the warp of a tile is fixed
+        stage = Int32(0)  # of the ring
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
         row = cta
@@ -77,7 +77,7 @@ class Producer:
                 # Read beside the length, not after it; an entry past the sequence's end is not used.
                 column = cutlass.min(token, args.max_len - 1) >> args.log2_page
                 page = ptx.ldg_b32(pages + Int64(column) * 4)
-                stage = (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+                stage = first_stage(geo, stage)
                 for _ in cutlass.range(num_tiles(geo, begin, end), unroll=1):
                     # The next tile's page is read while this tile waits for its stage.
                     next_page = Int32(0)

@@ -43,11 +43,10 @@ class OnlineSoftmax:
     def __init__(self, geo: Geometry):
         self.geo = geo
         self.columns = 2 * geo.row_tiles
-        self.m_tiles = geo.head_size // 16
 
     def start(self) -> SoftmaxState:
         state = SoftmaxState(
-            acc=cute.make_rmem_tensor((self.columns * self.m_tiles * 2,), Float32),
+            acc=cute.make_rmem_tensor((self.columns * self.geo.m_tiles * 2,), Float32),
             m=cute.make_rmem_tensor((self.columns,), Float32),
             l=cute.make_rmem_tensor((self.columns,), Float32),
         )
@@ -76,8 +75,8 @@ class OnlineSoftmax:
                 shrink = weight_of(state.m[c], top, mult[c]) if state.m[c] != NEG_INF else Float32(0.0)
                 state.m[c] = top
                 state.l[c] = state.l[c] * shrink
-                for i in cutlass.range_constexpr(2 * self.m_tiles):
-                    index = (c // 2) * self.m_tiles * 4 + 2 * i + c % 2
+                for i in cutlass.range_constexpr(2 * self.geo.m_tiles):
+                    index = (c // 2) * self.geo.m_tiles * 4 + 2 * i + c % 2
                     state.acc[index] = state.acc[index] * shrink
         for c in cutlass.range_constexpr(self.columns):
             # Where all keys so far are masked m is -inf, and so is every score.

@@ -9,8 +9,6 @@ inside the item.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -115,7 +113,3 @@ class SplitMerge(Epilogue):
                 self.store_partial(result_slot, row, o, m, l, mult)
             else:
                 self.finish_row(row, o, m, l, mult, v_factor)
-
-    @property
-    def flag(self) -> Any:
-        return self.mult + self.geo.rows * 4

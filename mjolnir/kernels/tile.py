@@ -114,8 +114,7 @@ class TileMath:
         """O^T += V^T P^T for one tile. acc[(n * d/16 + i) * 4 + 2 h + e] is O[q row 2 t + e] of n8 tile n at the
         element 2 i + h of lane g's d / 8 elements, per panel its chunk of the row."""
         geo = self.geo
-        m_tiles = geo.head_size // 16
-        per_panel = m_tiles // geo.panels
+        per_panel = geo.m_tiles // geo.panels
         chunk = geo.panel_bytes // 8  # bytes a lane reads of one row and panel
         load = ptx.lds128 if chunk == 16 else ptx.lds64
         offsets = []
@@ -136,7 +135,7 @@ class TileMath:
                     lower = self.unpack.v_pairs(even8, odd8)
                     for (a0, a1), (a2, a3) in zip(upper, lower, strict=True):
                         for n in range(geo.row_tiles):
-                            at = (n * m_tiles + i) * 4
+                            at = (n * geo.m_tiles + i) * 4
                             c = [acc[at + e] for e in range(4)]
                             for b in p_frags[n]:
                                 c = ptx.mma_m16n8k16((a0, a1, a2, a3), b, c, self.unpack.mma_dtype)

@@ -54,6 +54,11 @@ def num_tiles(geo: Geometry, begin: Any, end: Any) -> Any:
     return (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
 
 
+def first_stage(geo: Geometry, stage: Any) -> Any:
+    """The stage of the ring that a piece starts with: a multiple of kv_groups, so that the warp of a tile is fixed."""
+    return (stage + geo.kv_groups - 1) // geo.kv_groups * geo.kv_groups % geo.stages
+
+
 class Mailbox:
     """Two rows in shared memory: the one the consumers work on and the one after it. ``turn`` counts rows."""
 
