@@ -115,14 +115,14 @@ class DecodeRunner:
     ) -> None:
         self.num_heads = check_positive_int("num_heads", num_heads)
         self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
-        self.group, rest = divmod(self.num_heads, self.num_kv_heads)
-        if rest:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
         self.head_size = check_choice("head_size", head_size, HEAD_SIZES)
         self.page_size = check_choice("page_size", page_size, PAGE_SIZES)
         self.out_dtype = check_choice("out_dtype", out_dtype, tuple(DTYPE_NAMES))
         self.max_num_seqs = check_positive_int("max_num_seqs", max_num_seqs)
         self.max_q_len = check_positive_int("max_q_len", max_q_len)
+        self.group = self.num_heads // self.num_kv_heads
         if self.max_q_len * self.group > MAX_ROWS:
             raise ValueError(
                 f"max_q_len * (num_heads / num_kv_heads) must be at most {MAX_ROWS}, got {max_q_len} * {self.group}"
@@ -147,15 +147,7 @@ class DecodeRunner:
             if arch is None:
                 raise RuntimeError(f"{self.device} has no kernels")  # choose_backend has ruled this out
             self._cute = CuteBackend(
-                arch=arch,
-                device=self.device,
-                kv_format=self.kv_format.name,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                group=self.group,
-                out_dtype=DTYPE_NAMES[out_dtype],
-                max_num_seqs=self.max_num_seqs,
-                tuning=tuning,
+                arch=arch, device=self.device, shape=self._shape, max_num_seqs=self.max_num_seqs, tuning=tuning
             )
             for q_len in range(1, self.max_q_len + 1):
                 self._cute.plan_buffer(q_len)
@@ -193,12 +185,10 @@ class DecodeRunner:
                 planning kernel is not compiled.
         """
         num_seqs = check_positive_int("num_seqs", num_seqs, minimum=0)
-        q_len = check_positive_int("q_len", q_len)
+        q_len = self._check_q_len(q_len)
         check_positive_int("margin", margin, minimum=0)
         if num_seqs > self.max_num_seqs:
             raise ValueError(f"num_seqs must be at most max_num_seqs = {self.max_num_seqs}, got {num_seqs}")
-        if q_len > self.max_q_len:
-            raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
         check_tensor("block_table", block_table, dtype=torch.int32, ndim=2, device=self.device, contiguous_rows=True)
         check_tensor("seq_lens", seq_lens, dtype=torch.int32, ndim=1, device=self.device, contiguous_rows=True)
         for name, rows in (("block_table", block_table), ("seq_lens", seq_lens)):
@@ -342,7 +332,8 @@ class DecodeRunner:
         for q_len in range(1, self.max_q_len + 1):
             self.ensure_compiled(q_len, query_dtype, q_mul)
         if self._cute is not None:
-            self._cute.compile_planner()
+            with torch.cuda.device(self.device):
+                self._cute.compile_planner()
 
     def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernel of one q_len unless the process has it; arguments as ``precompile``."""
@@ -355,12 +346,15 @@ class DecodeRunner:
             return True
         return self._cute.is_compiled(self._variant(q_len, query_dtype, q_mul))
 
-    def _variant(self, q_len: int, query_dtype: torch.dtype | None, q_mul: bool) -> Any:
+    def _check_q_len(self, q_len: Any) -> int:
         q_len = check_positive_int("q_len", q_len)
         if q_len > self.max_q_len:
             raise ValueError(f"q_len must be at most max_q_len = {self.max_q_len}, got {q_len}")
+        return q_len
+
+    def _variant(self, q_len: int, query_dtype: torch.dtype | None, q_mul: bool) -> Any:
         dtype = check_choice("query_dtype", query_dtype or self.out_dtype, tuple(DTYPE_NAMES))
-        return self._cute.variant(q_len, DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul))
+        return self._cute.variant(self._check_q_len(q_len), DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul))
 
 
 def _device(device: torch.device | str) -> torch.device:

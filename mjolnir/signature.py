@@ -43,6 +43,11 @@ class RunnerShape:
     out_dtype: torch.dtype
     kv_format: str
 
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
 
 @dataclasses.dataclass(frozen=True)
 class Signature:

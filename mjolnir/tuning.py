@@ -18,13 +18,13 @@ class Tuning:
         ValueError, TypeError: an argument out of its range, named.
     """
 
-    ctas_per_sm: int | None
-    max_splits: int | None
-    kv_stages: int | None
-    pdl: bool
-    l2_prefetch: int
-    kv_evict_first: bool
-    sm_count: int | None
+    ctas_per_sm: int | None = None
+    max_splits: int | None = None
+    kv_stages: int | None = None
+    pdl: bool = True
+    l2_prefetch: int = 0
+    kv_evict_first: bool = True
+    sm_count: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("ctas_per_sm", "max_splits", "kv_stages", "sm_count"):

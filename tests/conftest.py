@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,6 +11,15 @@ from hypothesis import settings
 # A first call may load or compile something: time limits per example would only make runs flaky.
 settings.register_profile("mjolnir", deadline=None)
 settings.load_profile("mjolnir")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of small products: on a busy machine threads that wait for each other take 100 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,9 @@ import torch
 from helpers import Problem, make_paged_cache, make_query, make_scale
 
 from mjolnir import DecodeRunner
+from mjolnir.backends.cute import kernel_variant
 from mjolnir.signature import DTYPE_NAMES
+from mjolnir.tuning import Tuning
 from mjolnir.variant import ROW_CLASSES, Variant
 from mjolnir.verify.compare import ROW_TOLERANCE, compare
 
@@ -87,24 +89,9 @@ def make_problem(
 
 def variant_of(runner: DecodeRunner, problem: Problem, tuning: dict[str, Any]) -> Variant:
     """The kernel that the problem takes on an sm_90a GPU, whatever backend the runner has here."""
-    from mjolnir.backends.cute import CuteBackend, Tuning
-
-    defaults = dict.fromkeys(("ctas_per_sm", "max_splits", "kv_stages"))
-    options = {**defaults, "pdl": True, "l2_prefetch": 0, "kv_evict_first": True, **tuning, "sm_count": 1}
-    backend = CuteBackend(
-        arch=ARCH,
-        device=torch.device("cpu"),
-        kv_format=runner.kv_format.name,
-        num_kv_heads=runner.num_kv_heads,
-        head_size=runner.head_size,
-        group=runner.group,
-        out_dtype=DTYPE_NAMES[runner.out_dtype],
-        max_num_seqs=runner.max_num_seqs,
-        tuning=Tuning(**options),
-    )
     two_terms = problem.query.dtype == torch.float16 or problem.q_mul is not None
     q_dtype = DTYPE_NAMES[problem.query.dtype]
-    return backend.variant(problem.q_len, q_dtype, runner.kv_format.name == "bf16" and two_terms)
+    return kernel_variant(runner._shape, ARCH, Tuning(**tuning), problem.q_len, q_dtype, two_terms)
 
 
 def make_runner(

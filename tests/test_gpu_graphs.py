@@ -195,11 +195,17 @@ def test_pdl_waits_for_the_kernel_before(captured: bool) -> None:
         assert torch.equal(out, expected), link
 
 
-def test_capture_without_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([100], "cuda")
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has loaded no kernel yet."""
     cache = KernelCache(env.kernel_cache_folder())
     monkeypatch.setattr(mjolnir.backends.cute, "kernel_cache", lambda: cache)
     monkeypatch.setattr("mjolnir.compiler.kernel_cache", lambda: cache)
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_capture_without_the_kernel_is_an_error() -> None:
+    problem = make_problem([100], "cuda")
     runner = make_runner(problem)
     out, lse = make_outputs(problem, runner)
     plan = runner.plan([100], 1, 1, problem.cache.block_table, problem.cache.seq_lens)
@@ -212,12 +218,10 @@ def test_capture_without_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch)
             launch(runner, plan, problem, out, lse)
 
 
-def test_the_first_run_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_loaded")
+def test_the_first_run_may_be_captured() -> None:
     """precompile() is all that a capture needs."""
     problem = make_problem([100], "cuda")
-    cache = KernelCache(env.kernel_cache_folder())
-    monkeypatch.setattr(mjolnir.backends.cute, "kernel_cache", lambda: cache)
-    monkeypatch.setattr("mjolnir.compiler.kernel_cache", lambda: cache)
     runner = make_runner(problem)
     out, lse = make_outputs(problem, runner)
     plan = runner.plan([100], 1, 1, problem.cache.block_table, problem.cache.seq_lens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from mjolnir.backends.cute import CuteBackend, Tuning  # noqa: E402
+from mjolnir.backends.cute import CuteBackend  # noqa: E402
 from mjolnir.kernels import plan_kernel  # noqa: E402
+from mjolnir.signature import RunnerShape  # noqa: E402
+from mjolnir.tuning import Tuning  # noqa: E402
 
 CASES = [
     ([1024], PlanShape(264, 8), 0),
@@ -144,12 +145,14 @@ def test_a_captured_plan_follows_the_lengths():
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> CuteBackend:
     """bf16, group 8: q_len 8 takes one CTA per SM, and so a smaller plan than q_len 1."""
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backend = CuteBackend(
-        arch="sm_90a", device=torch.device("cpu"), kv_format="bf16", num_kv_heads=1, head_size=128, group=8,
-        out_dtype="bf16", max_num_seqs=4, tuning=Tuning(None, None, None, True, 0, True, 5),
-    )  # fmt: skip
+        arch="sm_90a",
+        device=torch.device("cpu"),
+        shape=RunnerShape(8, 1, 128, 64, torch.bfloat16, "bf16"),
+        max_num_seqs=4,
+        tuning=Tuning(sm_count=5),
+    )
     assert backend.plan_buffer(1).shape != backend.plan_buffer(8).shape
     return backend
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mjolnir.compiler import kernel_cache
 from mjolnir.kernels.geometry import Geometry
 from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
-from mjolnir.signature import Signature
+from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
 from mjolnir.variant import Variant, rows_class
 
@@ -48,25 +49,32 @@ class PlanBuffer:
         return self.device.data_ptr() + (1 + self.shape.num_rows) * PLAN_COLUMNS * 4
 
 
+def kernel_variant(
+    shape: RunnerShape, arch: str, tuning: Tuning, q_len: int, q_dtype: str, q_split: bool = False
+) -> Variant:
+    """The kernel that a runner of this shape takes for a q_len and a query dtype; found without a GPU."""
+    return Variant(
+        arch=arch,
+        kv_format=shape.kv_format,
+        q_dtype=q_dtype,
+        out_dtype=DTYPE_NAMES[shape.out_dtype],
+        head_size=shape.head_size,
+        rows=rows_class(q_len * shape.group),
+        split=tuning.max_splits != 1,
+        pdl=tuning.pdl,
+        q_split=q_split and shape.kv_format == "bf16",
+        stages=tuning.kv_stages or 0,
+        ctas_per_sm=tuning.ctas_per_sm or 0,
+    )
+
+
 class CuteBackend:
-    """Owns what one runner keeps on its device."""
+    """Owns what one runner keeps on its device, which must be the current one of a caller."""
 
     def __init__(
-        self,
-        *,
-        arch: str,
-        device: torch.device,
-        kv_format: str,
-        num_kv_heads: int,
-        head_size: int,
-        group: int,
-        out_dtype: str,
-        max_num_seqs: int,
-        tuning: Tuning,
+        self, *, arch: str, device: torch.device, shape: RunnerShape, max_num_seqs: int, tuning: Tuning
     ) -> None:
-        self.arch, self.device, self.tuning = arch, device, tuning
-        self.kv_format, self.out_dtype = kv_format, out_dtype
-        self.num_kv_heads, self.head_size, self.group = num_kv_heads, head_size, group
+        self.arch, self.device, self.shape, self.tuning = arch, device, shape, tuning
         self.sm_count = tuning.sm_count or torch.cuda.get_device_properties(device).multi_processor_count
         self.max_num_seqs = max_num_seqs
         self._planners: set[PlanShape] = set()  # sizes of plans that the device can make: a kernel each
@@ -75,20 +83,7 @@ class CuteBackend:
 
     def variant(self, q_len: int, q_dtype: str, q_split: bool) -> Variant:
         """The kernel for a q_len and a query dtype."""
-        tuning = self.tuning
-        return Variant(
-            arch=self.arch,
-            kv_format=self.kv_format,
-            q_dtype=q_dtype,
-            out_dtype=self.out_dtype,
-            head_size=self.head_size,
-            rows=rows_class(q_len * self.group),
-            split=tuning.max_splits != 1,
-            pdl=tuning.pdl,
-            q_split=q_split and self.kv_format == "bf16",
-            stages=tuning.kv_stages or 0,
-            ctas_per_sm=tuning.ctas_per_sm or 0,
-        )
+        return kernel_variant(self.shape, self.arch, self.tuning, q_len, q_dtype, q_split)
 
     def plan_buffer(self, q_len: int) -> PlanBuffer:
         """The buffer of this q_len, made when first asked for; so are the partial results of its row class."""
@@ -96,7 +91,7 @@ class CuteBackend:
         if buffer is None:
             geometry = Geometry.of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
-            shape = PlanShape(num_ctas, self.num_kv_heads, self.tuning.max_splits)
+            shape = PlanShape(num_ctas, self.shape.num_kv_heads, self.tuning.max_splits)
             buffer = PlanBuffer.make(shape, self.device)
             if geometry.rows not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.
@@ -105,7 +100,7 @@ class CuteBackend:
             self._plan_buffers[q_len] = buffer
         return buffer
 
-    def upload_plan(self, seq_lens: Any, q_len: int, margin: int) -> PlanBuffer:
+    def upload_plan(self, seq_lens: npt.NDArray[np.int64], q_len: int, margin: int) -> None:
         """Build a plan on the host and queue its copy on the current stream.
 
         The pinned staging memory is new for each plan: PyTorch's pinned allocator reuses a block only once the copy
@@ -113,10 +108,9 @@ class CuteBackend:
         """
         buffer = self.plan_buffer(q_len)
         staging = torch.zeros(buffer.device.shape, dtype=torch.int32, pin_memory=True)
-        plan = build_plan(np.asarray(seq_lens), buffer.shape, margin)
+        plan = build_plan(seq_lens, buffer.shape, margin)
         staging.numpy()[: plan.size] = plan.reshape(-1)
         buffer.device.copy_(staging, non_blocking=True)
-        return buffer
 
     def compile_planner(self) -> None:
         """Compile the kernels of ``plan_on_device``, for the q_lens that have a plan buffer. Only that needs them, so
@@ -131,7 +125,7 @@ class CuteBackend:
                 logger.warning("plans cannot be made on %s, only on the host: %s", self.device, error)
                 return
 
-    def plan_on_device(self, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int) -> PlanBuffer:
+    def plan_on_device(self, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int) -> None:
         """Queue the launch that builds a plan from device lengths on the current stream.
 
         Raises:
@@ -145,15 +139,14 @@ class CuteBackend:
                 "call precompile() or plan() once before the capture"
             )
         self._launch_planner(buffer, seq_lens, num_seqs, margin)
-        return buffer
 
     def _launch_planner(self, buffer: PlanBuffer, seq_lens: torch.Tensor, num_seqs: int, margin: int) -> None:
-        if importlib.util.find_spec("triton") is None:
-            raise ModuleNotFoundError("plan() without host lengths needs Triton, which is not installed")
-        from mjolnir.kernels.plan_kernel import build_plan_on_device
+        try:
+            from mjolnir.kernels.plan_kernel import build_plan_on_device
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("plan() without host lengths needs Triton, which is not installed") from error
 
-        with torch.cuda.device(self.device):
-            build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
+        build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
         self._planners.add(buffer.shape)
 
     def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:
@@ -171,8 +164,8 @@ class CuteBackend:
             *signature.v_scale_strides,
             signature.num_pages,
             signature.page_size.bit_length() - 1,
-            self.num_kv_heads,
-            self.group,
+            self.shape.num_kv_heads,
+            self.shape.group,
             q_len,
             int(causal),
             self.tuning.l2_prefetch,

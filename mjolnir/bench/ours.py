@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from mjolnir.backends import CUTE
+from mjolnir.backends.cute import kernel_variant
 from mjolnir.bench.case import Case
 from mjolnir.bench.peers import Prepared
 from mjolnir.bench.shapes import Shape
 from mjolnir.runner import DecodeRunner
+from mjolnir.signature import RunnerShape
+from mjolnir.tuning import Tuning
 from mjolnir.variant import Variant
 
 
@@ -76,18 +79,7 @@ class Mjolnir:
 
 def variant_of(shape: Shape, arch: str, knobs: Knobs) -> Variant:
     """The kernel that ``Mjolnir`` runs for a shape, found without a GPU."""
-    from mjolnir.backends.cute import CuteBackend, Tuning
-
-    backend = CuteBackend(
-        arch=arch,
-        device=torch.device("cpu"),
-        kv_format=shape.kv_format,
-        num_kv_heads=shape.heads_kv,
-        head_size=shape.head_dim,
-        group=shape.heads_q // shape.heads_kv,
-        out_dtype="bf16",
-        max_num_seqs=len(shape.lens),
-        # A count of multiprocessors, whichever, keeps the backend from asking a device for it.
-        tuning=Tuning(**knobs.as_arguments(), kv_evict_first=True, sm_count=1),
+    runner = RunnerShape(
+        shape.heads_q, shape.heads_kv, shape.head_dim, shape.page_size, torch.bfloat16, shape.kv_format
     )
-    return backend.variant(shape.q_len, "bf16", False)
+    return kernel_variant(runner, arch, Tuning(**knobs.as_arguments()), shape.q_len, "bf16")
