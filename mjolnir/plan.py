@@ -5,7 +5,7 @@ tokens plus PIECE_COST for what a piece costs beside its tiles; or, where rows a
 long as its tiles alone, rounded up to whole rows. The line is cut into rows; a row may hold several pieces, an item may
 span several rows, and no length has a say in how many rows there are. CTA c starts with row c; whoever is done takes
 the next row that nobody has. Rows get smaller towards the end of the line, because CTAs are not equally fast: with
-equal shares a group of an H200's SMs, a fifth of them, ended 20 to 25 % before the others (docs/performance.md).
+equal shares a fifth of an H200's SMs was done first, and the others took 22 % longer (docs/performance.md).
 
 Everything about a row follows from its position on the line, so a kernel can build the same plan in one launch
 (kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, unused),
