@@ -144,6 +144,13 @@ def bench(
     budget_s: Annotated[float, typer.Option(min=0, help="Seconds after which no further shape is started.")] = 600,
     repeat: Annotated[int, typer.Option(min=1, help="Graphs captured and timed per shape.")] = 1,
     list_only: Annotated[bool, typer.Option("--list", help="Print the shapes and measure nothing.")] = False,
+    peers: Annotated[
+        Path | None, typer.Option(help="Folder of other kernels to time too, as benchmarks/README.md says.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Only this peer of the folder; repeatable.")] = None,
+    shard: Annotated[str, typer.Option(help="i/n: every n-th shape from the i-th on.")] = "1/1",
+    skip_done: Annotated[bool, typer.Option("--skip-done", help="Keep the rows that --json's file has.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Exit code 3 if a bound of the release is missed.")] = False,
     ctas_per_sm: Annotated[int | None, typer.Option(help="As DecodeRunner takes it; so are the next four.")] = None,
     kv_stages: Annotated[int | None, typer.Option()] = None,
     l2_prefetch: Annotated[int, typer.Option()] = 0,
@@ -154,25 +161,36 @@ def bench(
     with _user_errors():
         from rich.console import Console
 
-        from mjolnir.bench.command import Options, run_bench
+        from mjolnir.bench.command import Options, run_bench, write
+        from mjolnir.bench.gates import gates
         from mjolnir.bench.ours import Knobs
+        from mjolnir.bench.peers import NAMES
         from mjolnir.bench.report import describe, render
 
         knobs = Knobs(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch)
-        options = Options(suite, tuple(shape or ()), data, repeat, budget_s, knobs)
+        names = tuple(peer or NAMES) if peers is not None else tuple(peer or ())
+        options = Options(suite, tuple(shape or ()), data, repeat, budget_s, knobs, shard, names)
         if list_only:
             typer.echo("\n".join(candidate.name for candidate in options.shapes()))
             return
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-        report = run_bench(options, progress=lambda result: typer.echo(describe(result), err=True))
+        report = run_bench(
+            options,
+            progress=lambda result: typer.echo(describe(result), err=True),
+            peers_folder=peers,
+            json_path=json_path,
+            skip_done=skip_done,
+        )
         console = Console()
         # A log has no width: the table needs more than the default of 80.
         (console if console.is_terminal else Console(width=200)).print(render(report))
         if json_path is not None:
-            json_path.write_text(report.to_json(), encoding="utf-8")
+            write(json_path, report)
     if report.failures:
         raise typer.Exit(1)
+    if gate and not all(bound.passed for bound in gates(report.rows) if bound.value is not None):
+        raise typer.Exit(3)
 
 
 @app.command()

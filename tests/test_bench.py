@@ -23,11 +23,11 @@ from mjolnir.bench import measure, report, timing
 from mjolnir.bench.case import Case
 from mjolnir.bench.command import Options
 from mjolnir.bench.ours import Knobs, Mjolnir
-from mjolnir.bench.peers import Prepared
+from mjolnir.bench.peers import NAMES, Prepared
 from mjolnir.bench.pool import KVPool
 from mjolnir.bench.results import METHOD, Failure, Report, Row, geometric_mean
 from mjolnir.bench.shapes import HARD, REUSE_BYTES, Shape, parse_lengths
-from mjolnir.bench.suites import SUITES, select, suite, variants_for_suite
+from mjolnir.bench.suites import SUITES, select, shard, suite, variants_for_suite
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.variant import Variant
 
@@ -148,6 +148,16 @@ def test_hard_data_replaces_the_suite_s_where_it_is_defined():
     shapes = Options(suite="core", data=HARD).shapes()
     assert {(shape.data, shape.kv_format) for shape in shapes} == {(HARD, "fp8")}
     assert len(set(shapes)) == len(shapes) == sum(s.kv_format == "fp8" and s.data != HARD for s in suite("core"))
+
+
+def test_shards_hold_every_shape_once():
+    shapes = suite("core")
+    parts = [shard(shapes, f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(shape.name for part in parts for shape in part) == sorted(shape.name for shape in shapes)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1 and shard(shapes, "1/1") == shapes
+    for wrong in ("0/3", "4/3", "1", "a/b", "-1/2"):
+        with pytest.raises(ValueError, match="shard must be i/n with i from 1 to n"):
+            shard(shapes, wrong)
 
 
 def test_variants_of_a_suite():
@@ -299,8 +309,8 @@ class OnFakeCuda:
     name: str = "mjolnir"
     break_output: object = None
 
-    def supports(self, shape):
-        return shape.q_len == 1 or self.name == "mjolnir"
+    def refuses(self, shape):
+        return None if shape.q_len == 1 or self.name == "mjolnir" else "one token only"
 
     def prepare(self, case):
         prepared = self.ours.prepare(case)
@@ -366,8 +376,10 @@ def test_a_run_measures_checks_and_reports(few_calls):
     assert (row.lens, row.q_len, row.layout, row.rel_err_seqs) == ([200, 3, 64], 3, "HND", [0, 1])
     assert (row.caches, row.replays) == (2, 2 * timing.MIN_REPLAYS)
     assert 0 < row.rel_err < 5e-3 and row.host_us > 0 and row.plan_us > 0
-    assert row.peers == {}, "the peer does not do q_len 3"
-    assert outcome.rows[0].peers == {"slower": 30}
+    assert (row.peers, row.peer_notes) == ({"slower": None}, {"slower": "one token only"})
+    first = outcome.rows[0]
+    assert (first.peers, first.peer_notes) == ({"slower": 30}, {})
+    assert 0 < first.peer_rel_err["slower"] < 5e-3
 
     full = Report({"device": "fake"}, {}, 4.6, outcome.rows, [Failure("x", "mjolnir", "E: y")], ["z"], 1.0)
     text = full.to_json()
@@ -398,9 +410,34 @@ def test_a_wrong_output_has_no_time(few_calls, break_output, message):
 
 def test_a_peer_that_fails_costs_only_its_own_time(few_calls):
     peer = reference(few_calls, name="peer", break_output=lambda out: out.fill_(math.nan))
-    outcome = measure.run(SMALL[:1], CPU, ours=reference(few_calls), peers=[peer])
-    assert outcome.rows[0].peers == {}
-    assert [(failure.name, failure.peer) for failure in outcome.failures] == [(SMALL[0].name, "peer")]
+    rough = reference(few_calls, name="rough", break_output=lambda out: out.mul_(1.25))
+    outcome = measure.run(SMALL[:1], CPU, ours=reference(few_calls), peers=[peer, rough])
+    row = outcome.rows[0]
+    assert row.peers == {"peer": None, "rough": 20} and not outcome.failures
+    assert "over cache 0 of 2 is not finite" in row.peer_notes["peer"]
+    assert row.peer_rel_err == {"rough": pytest.approx(0.25, abs=0.01)}
+    table = report.render(Report({}, {}, 4.6, outcome.rows, [], [], 1.0))
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(table)
+    assert "20.0!" in capture.get() and "peer, 1 rows without a time: ArithmeticError" in capture.get()
+
+
+def test_a_run_is_saved_as_it_goes_and_says_which_peer_it_ended_with(few_calls, monkeypatch):
+    """What the file would hold, had the process ended while a peer ran."""
+    saved = []
+    peers = [reference(few_calls, name=name) for name in ("first", "second")]
+    lost = iter([True] * 2 + [False] * 9)  # before the shape and after the first peer: alive
+    monkeypatch.setattr(measure, "_alive", lambda device: next(lost))
+    outcome = measure.run(
+        SMALL[:3], CPU, ours=reference(few_calls), peers=peers, save=lambda o: saved.append(list(o.rows))
+    )
+    assert [[row.peers for row in rows] for rows in saved[:2]] == [
+        [{"first": None, "second": None}], [{"first": 20, "second": None}],
+    ]  # fmt: skip
+    assert saved[1][0].peer_notes == {"second": measure.PENDING}
+    assert [(failure.peer, failure.error) for failure in outcome.failures] == [("second", "the device was lost")]
+    assert outcome.skipped == [shape.name for shape in SMALL[1:3]]
 
 
 def test_no_shape_is_started_once_the_budget_is_spent(few_calls):
@@ -422,6 +459,7 @@ def example(**changes) -> Row:
         kv_format="fp8", q_len=1, data="normal", batch="2x64", lens=[64, 64], us=5.0, us_p10=4.9, us_p90=5.2,
         kv_bytes=262144, floor_us=0.057, target_us=4.059, ratio=1.2318, tb_s=0.0524, rel_err=1.7e-3,
         rel_err_seqs=[0, 1], host_us=9.5, plan_us=40.0, caches=917, calls=917, replays=20, peers={"fa3": 11.8},
+        peer_rel_err={"fa3": 0.02}, peer_notes={},
     )  # fmt: skip
     return Row(**(fields | changes))
 
@@ -435,7 +473,9 @@ def example(**changes) -> Row:
         ({"lens": [64, 64.5]}, "lens must be"),
         ({"lens": "2x64"}, "lens must be"),
         ({"q_len": True}, "q_len must be"),
-        ({"peers": {"fa3": None}}, "peers must be"),
+        ({"peers": {"fa3": "11.8"}}, "peers must be"),
+        ({"peers": {"fa3": None}}, "peer_notes must say why there is no time, and only then: fa3"),
+        ({"peer_notes": {"fa3": "no reason"}}, "peer_notes must say why there is no time, and only then: fa3"),
         ({"us_p10": 5.1}, "must ascend"),
         ({"ratio": 1.0}, "ratio must be us / target_us"),
     ],
@@ -498,8 +538,8 @@ def test_bench_refuses(args, message):
 def test_bench_passes_its_options(monkeypatch, tmp_path):
     seen = {}
 
-    def fake(options, progress):
-        seen["options"] = options
+    def fake(options, progress, **files):
+        seen["options"], seen["files"] = options, files
         progress(example())
         return Report({"device": "fake"}, options.as_json(), 4.6, [example()], seen["failures"], [], 1.0)
 
@@ -513,6 +553,13 @@ def test_bench_passes_its_options(monkeypatch, tmp_path):
     assert seen["options"] == Options("quick", ("1x8K", "q4"), "normal", 3, 30.0, knobs)
     loaded = Report.load(path)
     assert loaded.rows == [example()] and loaded.options["knobs"]["kv_stages"] == 8
+    assert seen["files"] == dict(peers_folder=None, json_path=path, skip_done=False)
+    assert invoke(*args, "--gate").exit_code == 3, "a ratio of 1.23"
+    assert invoke(*args, "--peers", str(tmp_path), "--skip-done", "--shard", "2/3").exit_code == 0
+    assert seen["options"].peers == NAMES and seen["options"].shard == "2/3"
+    assert seen["files"] == dict(peers_folder=tmp_path, json_path=path, skip_done=True)
+    assert invoke(*args, "--peers", str(tmp_path), "--peer", "fa3").exit_code == 0
+    assert seen["options"].peers == ("fa3",)
     seen["failures"] = [Failure("x", "mjolnir", "E: y")]
     assert invoke(*args).exit_code == 1
 

@@ -12,7 +12,7 @@ import torch
 from mjolnir.bench import timing
 from mjolnir.bench.case import Case
 from mjolnir.bench.ours import Mjolnir
-from mjolnir.bench.peers import Peer
+from mjolnir.bench.peers import Peer, Prepared
 from mjolnir.bench.pool import KVPool
 from mjolnir.bench.results import Failure, Row
 from mjolnir.bench.shapes import Shape
@@ -21,16 +21,29 @@ MAX_REL_ERR = 5e-3
 """A row of ours above it is a failure, not a time: rounding O to bf16 alone makes about 1.7e-3."""
 
 
+MAX_NOTE = 600
+"""Characters of a peer's error."""
+
+PENDING = "the run ended before"
+"""Note of a peer that a row still waits for: a peer that takes the process with it is not tried again there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """Of one peer on one case; times in µs."""
 
     us: timing.Spread
     rel_err: float
-    host_us: float
-    plan_us: float | None
     calls: int
     replays: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTimes:
+    """Of ours; median µs."""
+
+    call_us: float
+    plan_us: float | None
 
 
 @dataclasses.dataclass
@@ -42,30 +55,35 @@ class Outcome:
     skipped: list[str] = dataclasses.field(default_factory=list)  # the budget was spent, or the device was lost
 
 
-def measure(peer: Peer, case: Case, repeat: int = 1) -> Measurement:
-    """Time ``repeat`` graphs of the peer, and check what a replay of the last one wrote.
+def measure(
+    prepared: Prepared, case: Case, repeat: int = 1, measured_ms: float | None = None, least: int | None = None
+) -> Measurement:
+    """Time ``repeat`` graphs of a prepared peer, and check what a replay of the last one wrote.
 
     Raises:
         ArithmeticError: an output that is not finite, of any slot.
     """
-    shape, prepared = case.shape, peer.prepare(case)
+    shape = case.shape
     times: list[float] = []
-    for _ in range(repeat):
-        captured = timing.capture(prepared.call, shape.slots, timing.rotations(shape.slots, shape.target_us))
-        times += timing.replay_times(captured)
-    outputs = timing.replay_poisoned(captured)
+    with timing.no_hang():
+        for _ in range(repeat):
+            captured = timing.capture(prepared.call, shape.slots, timing.rotations(shape.slots, shape.target_us))
+            times += timing.replay_times(captured, measured_ms, least)
+        outputs = timing.replay_poisoned(captured)
     for slot, out in enumerate(outputs):
         if not bool(torch.isfinite(out).all()):
             raise ArithmeticError(f"the output over cache {slot} of {shape.slots} is not finite, or was not written")
-    us = timing.Spread.of(times)
     return Measurement(
-        us=us,
+        us=timing.Spread.of(times),
         rel_err=case.rel_err(outputs[-1], shape.slots - 1),
-        host_us=timing.host_call_us(prepared.call, shape.slots, us.median),
-        plan_us=None if prepared.plan is None else timing.host_plan_us(prepared.plan),
         calls=captured.calls,
         replays=len(times),
     )
+
+
+def measure_host(prepared: Prepared, case: Case, call_us: float) -> HostTimes:
+    plan_us = None if prepared.plan is None else timing.host_plan_us(prepared.plan)
+    return HostTimes(timing.host_call_us(prepared.call, case.shape.slots, call_us), plan_us)
 
 
 def run(
@@ -77,9 +95,10 @@ def run(
     repeat: int = 1,
     budget_s: float = math.inf,
     progress: Callable[[Row | Failure], None] = lambda _: None,
+    save: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
     """Measure every shape; none is started once ``budget_s`` seconds have passed. A shape that fails is recorded, and
-    the next one is measured, unless the device is lost."""
+    the next one is measured, unless the device is lost. ``save`` is called whenever there is something new."""
     deadline = time.monotonic() + budget_s
     outcome = Outcome()
     pool = KVPool(shapes, device)
@@ -89,27 +108,54 @@ def run(
             break
         try:
             case = Case(shape, pool)
-            measurement = measure(ours, case, repeat)
-            if not measurement.rel_err <= MAX_REL_ERR:
-                raise ArithmeticError(f"relative error {measurement.rel_err:.2e}, expected at most {MAX_REL_ERR:.0e}")
+            row = _measure_ours(ours, case, peers, repeat)
         except Exception as error:  # whatever a kernel can fail with: reported, and part of the exit code
             outcome.failures.append(Failure(shape.name, ours.name, f"{type(error).__name__}: {error}"))
             progress(outcome.failures[-1])
+            save(outcome)
             continue
-        times: dict[str, float] = {}
+        outcome.rows.append(row)
+        save(outcome)
         for peer in peers:
-            if peer.supports(shape):
-                try:
-                    times[peer.name] = measure(peer, case, repeat).us.median
-                except Exception as error:
-                    outcome.failures.append(Failure(shape.name, peer.name, f"{type(error).__name__}: {error}"))
-                    progress(outcome.failures[-1])
-        outcome.rows.append(_row(case, measurement, times))
-        progress(outcome.rows[-1])
+            row = outcome.rows[-1] = _with_peer(row, peer, case, repeat)
+            if not _alive(device):
+                outcome.failures.append(Failure(shape.name, peer.name, "the device was lost"))
+                progress(outcome.failures[-1])
+                break
+            save(outcome)
+        progress(row)
+    save(outcome)
     return outcome
 
 
-def _row(case: Case, measured: Measurement, peers: dict[str, float]) -> Row:
+def _measure_ours(ours: Mjolnir, case: Case, peers: Sequence[Peer], repeat: int) -> Row:
+    prepared = ours.prepare(case)
+    measured = measure(prepared, case, repeat)
+    if not measured.rel_err <= MAX_REL_ERR:
+        raise ArithmeticError(f"relative error {measured.rel_err:.2e}, expected at most {MAX_REL_ERR:.0e}")
+    row = _row(case, measured, measure_host(prepared, case, measured.us.median))
+    names = [peer.name for peer in peers]
+    return dataclasses.replace(row, peers=dict.fromkeys(names), peer_notes=dict.fromkeys(names, PENDING))
+
+
+def _with_peer(row: Row, peer: Peer, case: Case, repeat: int) -> Row:
+    """The row with a peer's time, or with the reason why there is none."""
+    us, rel_err, notes = dict(row.peers), dict(row.peer_rel_err), dict(row.peer_notes)
+    reason = peer.refuses(case.shape)
+    if reason is None:
+        try:
+            measured = measure(peer.prepare(case), case, repeat, timing.PEER_MEASURED_MS, timing.PEER_MIN_REPLAYS)
+            us[peer.name] = round(measured.us.median, 3)
+            rel_err[peer.name] = float(f"{measured.rel_err:.3g}")
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:MAX_NOTE]
+    notes.pop(peer.name)
+    if reason is not None:
+        notes[peer.name] = reason
+    return dataclasses.replace(row, peers=us, peer_rel_err=rel_err, peer_notes=notes)
+
+
+def _row(case: Case, measured: Measurement, host: HostTimes) -> Row:
     shape = case.shape
     return Row(
         name=shape.name,
@@ -133,12 +179,14 @@ def _row(case: Case, measured: Measurement, peers: dict[str, float]) -> Row:
         tb_s=round(shape.kv_bytes / measured.us.median / 1e6, 4),
         rel_err=float(f"{measured.rel_err:.3g}"),
         rel_err_seqs=case.checked,
-        host_us=round(measured.host_us, 2),
-        plan_us=round(measured.plan_us or 0.0, 2),
+        host_us=round(host.call_us, 2),
+        plan_us=round(host.plan_us or 0.0, 2),
         caches=shape.slots,
         calls=measured.calls,
         replays=measured.replays,
-        peers={name: round(us, 3) for name, us in peers.items()},
+        peers={},
+        peer_rel_err={},
+        peer_notes={},
     )
 
 

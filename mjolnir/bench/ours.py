@@ -40,8 +40,8 @@ class Mjolnir:
     require_kernels: bool = True
     name: str = "mjolnir"
 
-    def supports(self, shape: Shape) -> bool:
-        return True
+    def refuses(self, shape: Shape) -> str | None:
+        return None
 
     def prepare(self, case: Case) -> Prepared:
         shape = case.shape

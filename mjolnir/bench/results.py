@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 METHOD = (
@@ -17,7 +18,9 @@ METHOD = (
     "1.04 * floor_us + 4; ratio = us / target_us; tb_s = kv_bytes / us. rel_err: largest over the sequences "
     "rel_err_seqs (shortest and longest) of |O - oracle| / |oracle| in the 2-norm, oracle in fp64 over the exact cache "
     "values, O from a replay whose outputs were NaN before it; all other outputs were finite. host_us: median host "
-    "time of an eager run(); plan_us: of a plan() from host lengths."
+    "time of an eager run(); plan_us: of a plan() from host lengths. peers: us of other kernels over the same caches, "
+    "by the same method (half the replays) in the same run, after ours; null where there is none, and peer_notes says "
+    "why. Where a peer takes Q in fp8, rounding it is not timed. peer_rel_err: their rel_err, on which no time depends."
 )
 
 
@@ -55,7 +58,9 @@ class Row:
     caches: int
     calls: int
     replays: int
-    peers: dict[str, float]
+    peers: dict[str, float | None]
+    peer_rel_err: dict[str, float]
+    peer_notes: dict[str, str]
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Row).items():
@@ -66,6 +71,8 @@ class Row:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not 0 < self.us_p10 <= self.us <= self.us_p90:
             raise ValueError(f"us_p10, us and us_p90 must ascend from above 0, got {self.us_p10, self.us, self.us_p90}")
+        if missing := [name for name, us in self.peers.items() if (us is None) != (name in self.peer_notes)]:
+            raise ValueError(f"peer_notes must say why there is no time, and only then: {', '.join(missing)}")
         if not math.isclose(self.ratio, self.us / self.target_us, rel_tol=1e-2):
             raise ValueError(f"ratio must be us / target_us = {self.us / self.target_us:.4f}, got {self.ratio}")
 
@@ -99,6 +106,8 @@ class Report:
     method: str = METHOD
 
     def to_json(self) -> str:
+        from mjolnir.bench.gates import gates  # of rows, which are defined here
+
         top = {
             **self.header,
             "method": self.method,
@@ -107,6 +116,7 @@ class Report:
             "seconds": round(self.seconds, 1),
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
             "skipped": self.skipped,
+            "gates": [dataclasses.asdict(gate) for gate in gates(self.rows)],
         }
         lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in top.items()]
         rows = ",\n".join(f"  {json.dumps(dataclasses.asdict(row), ensure_ascii=False)}" for row in self.rows)
@@ -120,6 +130,7 @@ class Report:
             KeyError, TypeError, ValueError: not a report; a row with a field too many, too few or of another type.
         """
         top = json.loads(text)
+        top.pop("gates")  # they follow from the rows
         own = {key: top.pop(key) for key in ("roofline_tb_s", "options", "skipped", "seconds", "method")}
         rows = [Row(**row) for row in top.pop("rows")]
         failures = [Failure(**failure) for failure in top.pop("failures")]
@@ -144,6 +155,8 @@ def geometric_mean(values: list[float]) -> float:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of the annotated type: no bool for int, no int for str."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in arguments)
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     if origin is dict:

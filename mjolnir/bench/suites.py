@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mjolnir.bench.ours import Knobs, variant_of
@@ -50,26 +50,32 @@ def quick() -> Iterator[Shape]:
 
 
 def full() -> Iterator[Shape]:
-    """Core, and every class of shape over its whole range."""
-    yield from core()
+    """Every class of shape over its whole range, the most telling first: a run that is cut short has lost the least.
+    Peers that have to build modules come late, so that the builds are done by then. What only core has is last."""
     grid = " ".join(f"{batch}x{length}" for batch in (1, 4, 16, 64, 256) for length in ("1K", "8K", "32K", "128K"))
     corners = "1x8K 1x32K 1x128K 16x8K 64x8K 256x1K"
-    bounded = (*shapes("32/8 64/8 32/4 16/2 8/1", grid), *shapes("32/8", grid, layout="HND"))
-    yield from (shape for shape in bounded if MIN_KV_BYTES < shape.kv_bytes <= MAX_KV_BYTES)
-    for page_size in (16, 128):
-        yield from shapes("32/8", corners, page_size=page_size)
-    yield from shapes("9/3 32/8", corners, head_dim=64)
-    yield from shapes("16/4 8/1", corners, head_dim=256)
-    # Groups 5, 6, 7, 12 and 16, each with the heads of a model that is in use.
-    yield from shapes("40/8 48/8 28/4 96/8 64/4", "1x8K 16x8K 64x8K")
+
+    def bounded(heads: str, **options: Any) -> Iterator[Shape]:
+        every = shapes(heads, grid, **options)
+        return (shape for shape in every if MIN_KV_BYTES < shape.kv_bytes <= MAX_KV_BYTES)
+
+    yield from bounded("32/8")
+    yield from shapes("32/8", "32mixed 1x128K+63x1K")
+    yield from shapes("8/1", "32mixed")
+    yield from bounded("8/1 64/8 32/4 16/2")
     for q_len in (2, 4, 8):
         yield from shapes("32/8", "1x128K 16x8K 64x8K", q_len=q_len)
     yield from shapes("64/8", "16x8K 64x8K", q_len=8)  # 64 rows, the most there are
-    yield from shapes("32/8 8/1", "32mixed")
-    yield from shapes("32/8", "1x128K+63x1K")
-    yield from shapes("32/8", "1x32K 1x128K 4x32K 16x8K 64x8K 256x1K", kv_format="bf16")
+    yield from bounded("32/8", layout="HND")
+    for page_size in (16, 128):
+        yield from shapes("32/8", corners, page_size=page_size)
+    yield from shapes("16/4 8/1", corners, head_dim=256)
+    yield from shapes("32/8", "1x8K 1x32K 1x128K 16x8K 64x8K 256x1K", kv_format="bf16")
     yield from shapes("64/8", "128x2K 64x8K", kv_format="bf16")
-    yield from shapes("32/8", "16x8K 32mixed", data=HARD)
+    yield from shapes("9/3 32/8", corners, head_dim=64)
+    # Groups 5, 6, 7, 12 and 16, each with the heads of a model that is in use.
+    yield from shapes("40/8 48/8 28/4 96/8 64/4", "1x8K 16x8K 64x8K")
+    yield from core()
 
 
 SUITES = {"quick": quick, "core": core, "full": full}
@@ -97,6 +103,18 @@ def select(candidates: Iterable[Shape], patterns: Iterable[str]) -> list[Shape]:
         if not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in candidates):
             raise ValueError(f"{pattern[1:-1]!r} is in none of {len(candidates)} names, such as {candidates[0].name}")
     return [s for s in candidates if not patterns or any(fnmatch.fnmatchcase(s.name, p) for p in patterns)]
+
+
+def shard(candidates: Sequence[Shape], part: str) -> list[Shape]:
+    """Every n-th shape from the i-th on, for ``part`` "i/n"; the parts of one n have every shape once.
+
+    Raises:
+        ValueError: not "i/n" with 1 ≤ i ≤ n.
+    """
+    first, _, every = part.partition("/")
+    if not (first.isdecimal() and every.isdecimal() and 1 <= int(first) <= int(every)):
+        raise ValueError(f"shard must be i/n with i from 1 to n, got {part!r}")
+    return list(candidates[int(first) - 1 :: int(every)])
 
 
 def variants_for_suite(name: str, arch: str = "sm_90a", knobs: Knobs | None = None) -> list[Variant]:

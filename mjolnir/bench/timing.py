@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -18,6 +20,12 @@ WARM_MS = 20.0
 
 MEASURED_MS = 100.0
 MIN_REPLAYS, MAX_REPLAYS = 15, 100
+
+PEER_MEASURED_MS, PEER_MIN_REPLAYS = 50.0, 7
+"""Peers are many, and the slow ones take the time of a dozen rows of ours."""
+
+HANG_S = 100.0
+"""A capture and its replays that take longer have hung: a shape takes about a second, a Triton compile ten."""
 
 HOST_MS = 5.0
 """GPU time of the eager calls whose host time is taken."""
@@ -63,8 +71,10 @@ def capture(call: Callable[[int], torch.Tensor], slots: int, count: int) -> Capt
     return Captured(graph, outputs, count * slots)
 
 
-def replay_times(captured: Captured) -> list[float]:
-    """µs per call of each of many replays, queued back to back."""
+def replay_times(captured: Captured, measured_ms: float | None = None, least: int | None = None) -> list[float]:
+    """µs per call of each of many replays, queued back to back: for ``measured_ms``, but ``least`` of them."""
+    measured_ms = MEASURED_MS if measured_ms is None else measured_ms
+    least = MIN_REPLAYS if least is None else least
     graph = captured.graph
     graph.replay()
     start, end = _event(), _event()
@@ -75,7 +85,7 @@ def replay_times(captured: Captured) -> list[float]:
     each_ms = max(start.elapsed_time(end), 1e-3)
     for _ in range(int(WARM_MS / each_ms)):
         graph.replay()
-    count = min(max(int(MEASURED_MS / each_ms), MIN_REPLAYS), MAX_REPLAYS)
+    count = min(max(int(measured_ms / each_ms), least), MAX_REPLAYS)
     pairs = [(_event(), _event()) for _ in range(count)]
     for start, end in pairs:
         start.record()
@@ -92,6 +102,17 @@ def replay_poisoned(captured: Captured) -> list[torch.Tensor]:
     captured.graph.replay()
     torch.cuda.synchronize()
     return captured.outputs
+
+
+@contextlib.contextmanager
+def no_hang(seconds: float = HANG_S) -> Iterator[None]:
+    """End the process, with a traceback, if the body takes longer: a kernel that waits for ever cannot be stopped
+    otherwise. What was saved before stays."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def host_call_us(call: Callable[[int], torch.Tensor], slots: int, call_us: float) -> float:
