@@ -4,13 +4,14 @@
     <!-- table: NAME -->    replaced whenever this runs    <!-- /table -->
     at most <!-- num: NAME -->1.23<!-- /num --> x the target
 
-NAME of a table is one of TABLES, of a number one of NUMBERS. With --check nothing is written, and the exit code is 1
-if a document is not what this would make of it.
+NAME of a table (or of the plot) is one of TABLES, of a number one of NUMBERS. With --check nothing is written, and the
+exit code is 1 if a document is not what this would make of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -21,10 +22,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mjolnir.bench.gates import Gate, fastest_peer, gates  # noqa: E402
 from mjolnir.bench.results import Report, Row, geometric_mean  # noqa: E402
 
 RESULTS = Path("benchmarks/results/h200")
 MISSING = "not measured yet"
+
+SHOWN = (
+    *((32, 8, batch, 1) for batch in ("1x1K", "1x8K", "1x128K", "16x8K", "64x8K", "256x1K", "32mixed")),
+    (32, 8, "1x128K+63x1K", 1),
+    (32, 8, "16x8K", 4),
+    (64, 8, "64x8K", 1),
+    *((8, 1, batch, 1) for batch in ("1x32K", "16x32K", "32mixed")),
+)
+"""(heads, KV heads, batch, q_len) of the README's table."""
 
 REGION = re.compile(r"(<!-- (table|num): ([\w.-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?(?:table|num)\b")
@@ -35,15 +46,17 @@ class StaleDocument(Exception):
 
 
 def decode_table(report: Report) -> str:
-    """The common setting only: d = 128, pages of 64 in NHD order, fp8, normal data."""
-    rows = [
-        row
+    """The common setting only (d = 128, pages of 64 in NHD order, fp8, normal data), and of that SHOWN; peers' µs."""
+    common = {
+        (row.heads_q, row.heads_kv, row.batch, row.q_len): row
         for row in report.rows
         if (row.head_dim, row.page_size, row.layout, row.kv_format, row.data) == (128, 64, "NHD", "fp8", "normal")
-    ]
+    }
+    rows = [common[key] for key in SHOWN if key in common]
+    peers = list(dict.fromkeys(name for row in rows for name in row.peers))
     return _table(
-        ("heads", "batch × length", "floor, µs", "target, µs", "measured, µs", "ratio", "TB/s"),
-        ([_heads(row), _batch(row), *_numbers(row)] for row in rows),
+        ("heads", "batch × length", "floor, µs", "target, µs", "Mjolnir, µs", "ratio", "TB/s", *peers),
+        ([_heads(row), _batch(row), *_numbers(row), *(_peer(row, name) for name in peers)] for row in rows),
         _origin(report.header),
     )
 
@@ -61,6 +74,7 @@ def decode_all_table(report: Report) -> str:
             "measured, µs",
             "ratio",
             "TB/s",
+            "fastest peer, µs",
             "rel. err.",
             "plan, µs",
         ),  # fmt: skip
@@ -72,6 +86,7 @@ def decode_all_table(report: Report) -> str:
                 f"{row.page_size} {row.layout}",
                 row.kv_format + ("" if row.data == "normal" else f", {row.data}"),
                 *_numbers(row),
+                _fastest(row),
                 f"{row.rel_err:.1e}",
                 f"{row.plan_us:.0f}",
             ]
@@ -79,6 +94,29 @@ def decode_all_table(report: Report) -> str:
         ),
         _origin(report.header),
     )
+
+
+def gates_table(report: Report) -> str:
+    return _table(
+        ("over all rows of normal data", "rows", "measured", "must be"),
+        (
+            [gate.what, str(gate.rows), "–" if gate.value is None else f"{gate.value:.3f}", _bound(gate)]
+            for gate in gates(report.rows)
+        ),
+        _origin(report.header),
+    )
+
+
+def bandwidth_plot(plot: Path) -> str:
+    """The picture that scripts/plot_bandwidth.py made, for a document in the root.
+
+    Raises:
+        StaleDocument: it was made from another decode.json.
+    """
+    digest = hashlib.sha256((plot.parent / "decode.json").read_bytes()).hexdigest()
+    if digest not in plot.read_text(encoding="utf-8"):
+        raise StaleDocument(f"{plot.name} is not of this decode.json: run scripts/plot_bandwidth.py")
+    return f"![Achieved bandwidth against KV bytes of a call]({(RESULTS / plot.name).as_posix()})"
 
 
 def verify_table(record: dict[str, Any]) -> str:
@@ -146,6 +184,8 @@ def trials_table(record: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode": ("decode.json", decode_table),
     "decode-all": ("decode.json", decode_all_table),
+    "gates": ("decode.json", gates_table),
+    "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
     "development": ("development.json", development_table),
     "timeline": ("development.json", timeline_table),
@@ -173,6 +213,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "decode.json": Report.load,
     "verify.json": _load_json,
     "development.json": _load_json,
+    "bandwidth.svg": lambda path: path,
 }
 
 
@@ -240,6 +281,22 @@ def _sm_spread(record: dict[str, Any]) -> float:
 
 def _ratios(report: Report) -> list[float]:
     return [row.ratio for row in report.rows if row.data == "normal"]
+
+
+def _peer(row: Row, name: str) -> str:
+    us = row.peers.get(name)
+    return "–" if us is None else f"{us:.1f}"
+
+
+def _fastest(row: Row) -> str:
+    fastest = fastest_peer(row)
+    return "–" if fastest is None else f"{fastest[1]:.1f} {fastest[0]}"
+
+
+def _bound(gate: Gate) -> str:
+    missed = ", **missed**" if gate.passed is False else ""
+    rows = f" by {len(gate.missed)}" if gate.missed else ""
+    return f"{'≤' if gate.at_most else '≥'} {gate.limit}{missed}{rows}"
 
 
 def _share(passed: list[bool]) -> str:

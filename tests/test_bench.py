@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from mjolnir import cli
 from mjolnir.bench import measure, report, timing
 from mjolnir.bench.case import Case
-from mjolnir.bench.command import Options
+from mjolnir.bench.command import Options, done, in_order, write
+from mjolnir.bench.gates import fastest_peer, gates
 from mjolnir.bench.ours import Knobs, Mjolnir
 from mjolnir.bench.peers import NAMES, Prepared
 from mjolnir.bench.pool import KVPool
@@ -505,6 +506,61 @@ def test_geometric_mean(values):
     assert geometric_mean(values) == pytest.approx(math.prod(values) ** (1 / len(values)))
 
 
+# Bounds of a release
+
+
+def gate_rows():
+    slow = dict(us=5.3, us_p10=5.2, us_p90=5.4, ratio=5.3 / 4.059)
+    return [
+        example(name="a", us=4.059, us_p10=4.0, us_p90=4.1, ratio=1.0, peers={"x": 8.118, "y": 16.0},
+                peer_rel_err={"x": 0.02, "y": 0.02}),
+        example(name="b", **slow, peers={"x": 5.0, "y": None}, peer_rel_err={"x": 0.02}, peer_notes={"y": "why"}),
+        example(name="c", peers={}, peer_rel_err={}),
+        example(name="d", us=50.0, us_p90=50.0, ratio=50 / 4.059, data="hard"),
+    ]  # fmt: skip
+
+
+def test_gates_are_over_rows_of_normal_data_and_name_what_missed():
+    mean, worst, slower, lead = gates(gate_rows())
+    ratios = 1.0, 5.3 / 4.059, 5.0 / 4.059
+    assert (mean.rows, mean.passed) == (3, False)
+    assert mean.value == pytest.approx(math.prod(ratios) ** (1 / 3), abs=1e-3)
+    assert (worst.value, worst.missed, worst.passed) == (pytest.approx(ratios[1], abs=1e-3), ["b", "c"], False)
+    assert (slower.rows, slower.missed, slower.value) == (2, ["b"], 1.06)
+    assert (lead.rows, lead.passed, lead.missed) == (2, True, [])
+    assert lead.value == pytest.approx(math.sqrt(2 * 5.0 / 5.3), abs=1e-3)
+    assert fastest_peer(gate_rows()[0]) == ("x", 8.118) and fastest_peer(gate_rows()[2]) is None
+    assert all(gate.passed for gate in gates(gate_rows()[:1]))
+    assert [gate.passed for gate in gates(gate_rows()[2:3])] == [False, False, None, None]
+    lines = report.summary(gate_rows())
+    assert lines[1].startswith("MISSED us / target, worst row over 3 rows: 1.306 (limit 1.15), 2 rows: b, c")
+    stored = json.loads(Report({}, {}, 4.6, gate_rows(), [], [], 1.0).to_json())["gates"]
+    assert [gate["value"] for gate in stored] == [mean.value, worst.value, slower.value, lead.value]
+
+
+# Going on with an earlier run
+
+
+def test_rows_that_are_done_are_kept_in_the_suite_s_order(tmp_path):
+    top = {"source": "s", "device": "H200"}
+    names = [shape.name for shape in suite("quick")]
+    rows = [example(name=name) for name in names]
+    options = Options("quick", peers=("fa3",))
+    earlier = Report(top, options.as_json(), 4.6, rows[:2], [], names[2:], 2.0)
+    write(tmp_path / "r.json", earlier)
+    write(tmp_path / "r.json", earlier)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    loaded = Report.load(tmp_path / "r.json")
+    assert done(loaded, top, options) == rows[:2]
+    assert done(loaded, top, Options("quick", peers=("fa3", "xqa"))) == [], "measured without that peer"
+    assert in_order("quick", [example(name="other"), *reversed(rows)]) == [*rows, example(name="other")]
+    for what, others in (("source", ({"source": "t", "device": "H200"}, options)),
+                         ("device", ({"source": "s", "device": "H100"}, options)),
+                         ("knobs", (top, Options("quick", knobs=Knobs(pdl=False))))):  # fmt: skip
+        with pytest.raises(ValueError, match=f"skip_done must go on with a report of {what}"):
+            done(loaded, *others)
+
+
 # Command line
 
 
@@ -602,9 +658,16 @@ def checkout(tmp_path, update_docs):
     results = tmp_path / update_docs.RESULTS
     results.mkdir(parents=True)
     rows = [
-        example(),
+        example(batch="16x8K"),
         example(name="hnd", layout="HND"),
-        example(name="mixed", batch="32mixed", lens=list(parse_lengths("32mixed")), q_len=4),
+        example(
+            name="mixed",
+            batch="32mixed",
+            lens=list(parse_lengths("32mixed")),
+            peers={"fa3": None, "xqa": 7.2},
+            peer_rel_err={"xqa": 0.03},
+            peer_notes={"fa3": "why"},
+        ),
         example(name="hard", data="hard", ratio=2.464, us=10.0, us_p90=10.0),
     ]
     header = {"commit": "0123456789abcdef", "device": "H200", "driver": "580", "date": "2026-01-02T03:04:05+00:00"}
@@ -612,7 +675,8 @@ def checkout(tmp_path, update_docs):
     (tmp_path / "README.md").write_text(
         "# Title\n<!-- table: decode -->\nold\n<!-- /table -->\n"
         "worst <!-- num: decode.worst -->9<!-- /num --> of <!-- num: decode.rows --><!-- /num -->\n"
-        "<!-- table: verify --><!-- /table -->\n",
+        "<!-- table: verify --><!-- /table -->\n<!-- table: gates --><!-- /table -->\n"
+        "<!-- table: bandwidth --><!-- /table -->\n",
         encoding="utf-8",
     )
     (tmp_path / "docs").mkdir()
@@ -626,15 +690,54 @@ def test_update_docs(update_docs, checkout, capsys):
     assert "README.md is stale" in capsys.readouterr().err
     assert update_docs.main(root) == 0
     readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "| 32/8 | 2 × 64 | 0.1 | 4.1 | 5.0 | 1.23 | 0.05 |" in readme
-    assert "| 32/8 | 32 × 162 … 56,513, q_len 4 | 0.1 |" in readme
+    assert "| 32/8 | 16 × 8K | 0.1 | 4.1 | 5.0 | 1.23 | 0.05 | 11.8 | – |" in readme
+    assert "| 32/8 | 32 × 162 … 56,513 | 0.1 | 4.1 | 5.0 | 1.23 | 0.05 | – | 7.2 |" in readme
+    assert "| us / target, worst row | 3 | 1.232 | ≤ 1.15, **missed** by 3 |" in readme
+    assert "| fastest peer / us, geometric mean | 3 | 2.002 | ≥ 1.35 |" in readme
     assert "H200, driver 580, commit 012345678, 2026-01-02" in readme
     assert "old" not in readme and readme.count("| 32/8 |") == 2, "NHD and normal data only"
+    assert "<!-- table: bandwidth -->\n\nnot measured yet\n\n<!-- /table -->" in readme
     assert "worst <!-- num: decode.worst -->1.23<!-- /num --> of <!-- num: decode.rows -->4<!-- /num -->" in readme
     assert "<!-- table: verify -->\n\nnot measured yet\n\n<!-- /table -->" in readme
-    assert "| 64 NHD | fp8, hard |" in (checkout / "docs" / "all.md").read_text(encoding="utf-8")
+    every = (checkout / "docs" / "all.md").read_text(encoding="utf-8")
+    assert "| 64 NHD | fp8, hard |" in every and "| 7.2 xqa | 1.7e-03 |" in every
     assert update_docs.main(["--check", *root]) == 0, "the same again"
     assert update_docs.main(root) == 0 and (checkout / "README.md").read_text(encoding="utf-8") == readme
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plot_s_points_are_bandwidths():
+    plot = load_script("plot_bandwidth")
+    series = plot.points(gate_rows())
+    assert list(series) == ["x", "y", "mjolnir"]
+    assert series["x"] == [(262144, pytest.approx(262144 / 8.118e6)), (262144, pytest.approx(262144 / 5e6))]
+    assert len(series["y"]) == 1 and len(series["mjolnir"]) == 3, "normal data only"
+    assert plot.bound([4.6e6, 4.6e9], plot.floor_us) == pytest.approx([4.6, 4.6])
+    assert plot.bound([4.6e6, 4.6e9], plot.target_us) == pytest.approx([4.6 / 5.04, 4600 / 1044])
+
+
+def test_the_plot_is_made_from_the_file_and_a_stale_one_is_told(update_docs, checkout, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    results, plot = checkout / update_docs.RESULTS, load_script("plot_bandwidth")
+    files = [str(results / name) for name in ("decode.json", "bandwidth.svg")]
+    assert plot.main(files) == 0
+    picture = (results / "bandwidth.svg").read_text(encoding="utf-8")
+    assert plot.main(files) == 0 and (results / "bandwidth.svg").read_text(encoding="utf-8") == picture
+    assert "xqa" in picture or "<use" in picture, "text may be drawn as paths"
+    root = ["--root", str(checkout)]
+    assert update_docs.main(root) == 0
+    link = "![Achieved bandwidth against KV bytes of a call](benchmarks/results/h200/bandwidth.svg)"
+    assert link in (checkout / "README.md").read_text(encoding="utf-8")
+    (results / "decode.json").write_text((results / "decode.json").read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert update_docs.main(root) == 1
+    assert "bandwidth.svg is not of this decode.json: run scripts/plot_bandwidth.py" in capsys.readouterr().err
+    assert plot.main([str(checkout / "none.json"), files[1]]) == 1
 
 
 def test_update_docs_summarises_verify(update_docs, checkout):

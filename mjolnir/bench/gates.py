@@ -26,6 +26,7 @@ class Gate:
         what: which number it bounds.
         value: that number; None where no row has what it takes.
         limit: the bound.
+        at_most: whether it is an upper one.
         passed: None where there is no value.
         rows: how many rows it is over.
         missed: names of the rows that miss it, where it is a bound of each row; the worst first.
@@ -34,6 +35,7 @@ class Gate:
     what: str
     value: float | None
     limit: float
+    at_most: bool
     passed: bool | None
     rows: int
     missed: list[str] = dataclasses.field(default_factory=list)
@@ -66,13 +68,13 @@ def gates(rows: Sequence[Row]) -> list[Gate]:
 
 def _mean(what: str, values: dict[str, float], limit: float, at_most: bool) -> Gate:
     if not values:
-        return Gate(what, None, limit, None, 0)
+        return Gate(what, None, limit, at_most, None, 0)
     mean = geometric_mean(list(values.values()))
-    return Gate(what, round(mean, 4), limit, mean <= limit if at_most else mean >= limit, len(values))
+    return Gate(what, round(mean, 4), limit, at_most, mean <= limit if at_most else mean >= limit, len(values))
 
 
 def _each(what: str, values: dict[str, float], limit: float) -> Gate:
     if not values:
-        return Gate(what, None, limit, None, 0)
+        return Gate(what, None, limit, True, None, 0)
     missed = sorted((name for name, value in values.items() if value > limit), key=lambda name: -values[name])
-    return Gate(what, round(max(values.values()), 4), limit, not missed, len(values), missed)
+    return Gate(what, round(max(values.values()), 4), limit, True, not missed, len(values), missed)

@@ -83,7 +83,8 @@ def _work(queue: SimpleQueue[tuple[Any, Future[None]]]) -> None:
     while True:
         spec, build = queue.get()
         try:
-            build.set_result(_build(spec))
+            _build(spec)
+            build.set_result(None)
         except Exception as error:  # of FlashInfer or its compiler: whoever waits for the module is told
             build.set_exception(error)
 
