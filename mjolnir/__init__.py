@@ -9,12 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mjolnir.layouts import KVLayout, detect_kv_layout, split_kv_cache
+    from mjolnir.layouts import KVLayout, detect_kv_layout, split_kv_cache, split_nvfp4_cache
     from mjolnir.runner import DecodeRunner, StepPlan
 
 __version__ = "0.1.0"
 
-__all__ = ["DecodeRunner", "KVLayout", "StepPlan", "__version__", "detect_kv_layout", "split_kv_cache"]
+__all__ = [
+    "DecodeRunner",
+    "KVLayout",
+    "StepPlan",
+    "__version__",
+    "detect_kv_layout",
+    "split_kv_cache",
+    "split_nvfp4_cache",
+]
 
 _HOME = {
     "DecodeRunner": "mjolnir.runner",
@@ -22,6 +30,7 @@ _HOME = {
     "StepPlan": "mjolnir.runner",
     "detect_kv_layout": "mjolnir.layouts",
     "split_kv_cache": "mjolnir.layouts",
+    "split_nvfp4_cache": "mjolnir.layouts",
 }
 
 

@@ -23,7 +23,7 @@ QUERIES = {
 cache, Q times q_mul is split in two terms."""
 
 _NAME = re.compile(
-    rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{'|'.join(FORMATS)})_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
+    rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{'|'.join(FORMATS)})(?:_v_(?P<v_format>{'|'.join(FORMATS)}))?_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
     rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
     r"(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
 )
@@ -33,7 +33,7 @@ def all_variants(arch: str) -> list[Variant]:
     """Every variant of ``arch`` with its tuned choices (ring depth, CTAs per SM, PDL) left to the kernel."""
     return [
         Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split)
-        for kv_format in FORMATS
+        for kv_format in QUERIES
         for (dtype, q_split), head_size, rows, split in itertools.product(
             QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True, False)
         )
@@ -57,6 +57,7 @@ def variant_named(name: str) -> Variant | None:
         q_split=match["q_split"] is not None,
         stages=int(match["stages"] or 0),
         ctas_per_sm=int(match["ctas_per_sm"] or 0),
+        v_format=match["v_format"] or "",
     )
 
 

@@ -66,7 +66,7 @@ def _pick_device(name: str) -> torch.device:
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Argument(help="What the model answers.")] = "What is gravity?",
-    kv_format: Annotated[str, typer.Option(help="Format of the KV cache: fp8, bf16 or fp16.")] = "fp8",
+    kv_format: Annotated[str, typer.Option(help="Format of the KV cache; docs/formats.md lists them.")] = "fp8",
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer at most.")] = 128,

@@ -1,7 +1,9 @@
 """How K and V lie in one cache tensor, and zero-copy views of them in the one logical form the rest uses.
 
 A layout's name is the cache tensor's dimensions in order: B pages, N tokens of a page, H KV heads, D head size,
-2 for K then V. In the two names that end in "2D", K and V lie side by side in one row of 2 · head_size elements.
+2 for K then V. Of a packed format the head size is the width of a row in elements of the tensor
+(``KvFormat.row_width``): 96 bytes for 128 elements of e2m3. In the two names that end in "2D", K and V lie side by side
+in one row of 2 · head_size elements.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from mjolnir.checks import check_positive_int, check_tensor
+from mjolnir.formats.nvfp4 import NVFP4
 
 
 class KVLayout(enum.Enum):
@@ -122,6 +125,54 @@ def split_kv_cache(cache: torch.Tensor, layout: KVLayout | str, head_size: int) 
         raise ValueError(f"cache must have stride 1 in its last dimension, got strides {strides}")
     order = [dims.index(dim) for dim in "BNHD"]
     return k.permute(order), v.permute(order)
+
+
+def split_nvfp4_cache(cache: torch.Tensor, head_size: int, planar: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales of K, or of V, where one tensor holds both, as views of its memory.
+
+    Args:
+        cache: (pages, page_size, num_kv_heads, w) uint8, w = head_size / 2 + head_size / 16.
+        planar: False: each row is its codes, then its block scales; w may be larger (rows padded to a multiple of 16
+            bytes, as the kernel wants them). True: a page is one contiguous region in which all rows' codes come before
+            all rows' scales, each in the order of the tensor's own dimensions; so vLLM keeps nvfp4 caches
+            (csrc/nvfp4_kv_cache_kernels.cu). The scales of V must be in linear order, not in the 4 × 4 swizzle of its
+            Blackwell kernels.
+
+    Returns:
+        codes (pages, page_size, num_kv_heads, head_size / 2) uint8 and block scales (pages, page_size, num_kv_heads,
+        head_size / 16) float8_e4m3fn: ``k_cache`` and ``k_block_scale``, or V's, of ``DecodeRunner.run``.
+
+    Raises:
+        TypeError: cache is not uint8.
+        ValueError: its shape or strides do not fit.
+    """
+    check_tensor("cache", cache, dtype=torch.uint8, ndim=4, contiguous_rows=True)
+    if check_positive_int("head_size", head_size) % NVFP4.block:
+        raise ValueError(f"head_size must be a multiple of {NVFP4.block}, got {head_size}")
+    codes, scales = NVFP4.row_bytes(head_size), NVFP4.scale_width(head_size)
+    _, tokens, heads, width = cache.shape
+    if width < codes + scales or (planar and width > codes + scales):
+        more = "" if planar else " or more"
+        raise ValueError(f"cache must have rows of {codes + scales} bytes{more}, got shape {tuple(cache.shape)}")
+    if not planar:
+        return cache[..., :codes], cache[..., codes : codes + scales].view(torch.float8_e4m3fn)
+    page, token, head, _ = cache.stride()
+    orders = {"NHD": (heads * width, width), "HND": (width, tokens * width)}
+    fits = [
+        strides
+        for strides in orders.values()
+        if token in (strides[0], *[token] * (tokens == 1)) and head in (strides[1], *[head] * (heads == 1))
+    ]
+    if not fits:
+        raise ValueError(f"the pages of a planar cache must be contiguous, NHD or HND, got strides {cache.stride()}")
+    rows = tuple(stride // width for stride in fits[0])
+    start = cache.storage_offset()
+
+    def view(row_bytes: int, offset: int) -> torch.Tensor:
+        strides = (page, rows[0] * row_bytes, rows[1] * row_bytes, 1)
+        return cache.as_strided((*cache.shape[:3], row_bytes), strides, start + offset)
+
+    return view(codes, 0), view(scales, tokens * heads * codes).view(torch.float8_e4m3fn)
 
 
 def _known_shapes(heads: int, page: int, head_size: int) -> list[tuple[KVLayout, tuple[int | None, ...]]]:

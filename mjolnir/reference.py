@@ -9,6 +9,7 @@ One loop per index of the definition; nothing here is fast or meant to be. It sh
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -28,6 +29,9 @@ def decode_attention_oracle(
     softmax_scale: float,
     causal: bool = True,
     kv_format: str = "fp8",
+    v_format: str | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     q_mul: torch.Tensor | None = None,
     o_mul: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,10 +43,12 @@ def decode_attention_oracle(
 
     Args:
         query: (num_seqs · q_len, num_heads, head_size), any float dtype.
-        k_cache, v_cache: (pages, page_size, num_kv_heads, head_size) codes of ``kv_format``, any strides.
+        k_cache, v_cache: (pages, page_size, num_kv_heads, row width of the format) codes, any strides.
         k_scale, v_scale: descales of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
         block_table: (num_seqs, max_pages) page ids.
         seq_lens: (num_seqs,) keys of each sequence.
+        kv_format, v_format: names in ``mjolnir.formats``, of K and of V; None: V has K's.
+        k_block_scale, v_block_scale: (pages, page_size, num_kv_heads, head_size / 16) e4m3, for nvfp4.
         q_mul, o_mul: (num_heads, head_size) factors on the query before, on O after.
 
     Returns:
@@ -54,7 +60,7 @@ def decode_attention_oracle(
     """
     tokens, num_heads, head_size = query.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
-    fmt = get_format(kv_format)
+    k_fmt, v_fmt = get_format(kv_format), get_format(v_format or kv_format)
     q = query.double() if q_mul is None else query.double() * q_mul.double()
     out = torch.zeros(tokens, num_heads, head_size, dtype=torch.float64, device=query.device)
     lse = torch.full((tokens, num_heads), -math.inf, dtype=torch.float64, device=query.device)
@@ -69,10 +75,10 @@ def decode_attention_oracle(
         if not pages:
             continue
         for kv_head in range(num_kv_heads):
-            k_codes = torch.cat([k_cache[page, :, kv_head] for page in pages])[:length]
-            v_codes = torch.cat([v_cache[page, :, kv_head] for page in pages])[:length]
-            keys = fmt.decode(k_codes).double() * _scale_of(k_scale, seq, kv_head)
-            values = fmt.decode(v_codes).double() * _scale_of(v_scale, seq, kv_head)
+            k_codes, k_blocks = (_rows(t, pages, kv_head, length) for t in (k_cache, k_block_scale))
+            v_codes, v_blocks = (_rows(t, pages, kv_head, length) for t in (v_cache, v_block_scale))
+            keys = k_fmt.decode(k_codes, k_blocks).double() * _scale_of(k_scale, seq, kv_head)
+            values = v_fmt.decode(v_codes, v_blocks).double() * _scale_of(v_scale, seq, kv_head)
             for i in range(q_len):
                 seen = length - q_len + i + 1 if causal else length
                 if seen <= 0:
@@ -85,6 +91,11 @@ def decode_attention_oracle(
                     out[row, head] = torch.softmax(scores, dim=0) @ values[:seen]
                     lse[row, head] = torch.logsumexp(scores, dim=0)
     return (out if o_mul is None else out * o_mul.double()), lse
+
+
+def _rows(cache: Any, pages: list[int], kv_head: int, length: int) -> Any:
+    """The rows of a sequence's tokens, of one head; None where there is no such tensor."""
+    return None if cache is None else torch.cat([cache[page, :, kv_head] for page in pages])[:length]
 
 
 def _scale_of(scale: torch.Tensor, seq: int, kv_head: int) -> float:

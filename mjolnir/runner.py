@@ -71,7 +71,8 @@ class DecodeRunner:
         max_num_seqs: largest num_seqs of a plan.
         max_q_len: largest q_len of a plan; max_q_len × h_q / h_k is at most 64.
         q_mode: "bf16" keeps Q in 16 bits ("fp8" is not implemented yet).
-        kv_format: "fp8" (e4m3), "bf16" or "fp16".
+        kv_format: "fp8" (e4m3), "fp8_e5m2", "e2m3", "nvfp4", "bf16" or "fp16"; docs/formats.md says what they store.
+        v_format: V's format where it is not K's.
         ctas_per_sm: thread blocks per multiprocessor; None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
             as balance asks for.
@@ -89,7 +90,7 @@ class DecodeRunner:
 
     Raises:
         ValueError, TypeError: an argument out of its range, named.
-        NotImplementedError: q_mode="fp8", or a KV format that comes later.
+        NotImplementedError: q_mode="fp8".
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class DecodeRunner:
         max_q_len: int = 1,
         q_mode: str = "bf16",
         kv_format: str = "fp8",
+        v_format: str | None = None,
         ctas_per_sm: int | None = None,
         max_splits: int | None = None,
         kv_stages: int | None = None,
@@ -131,12 +133,14 @@ class DecodeRunner:
         if q_mode == "fp8":
             raise NotImplementedError('q_mode="fp8" is not implemented yet; q_mode="bf16" reads bf16 and fp16 queries')
         self.kv_format = get_format(kv_format)
+        self.v_format = self.kv_format if v_format is None else get_format(v_format, "v_format")
         tuning = Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count)
         self.device = _device(device)
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
-            self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name
-        )
+            self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name,
+            self.v_format.name,
+        )  # fmt: skip
         self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
         self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
@@ -234,6 +238,8 @@ class DecodeRunner:
         q_mul: torch.Tensor | None = None,
         o_mul: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        k_block_scale: torch.Tensor | None = None,
+        v_block_scale: torch.Tensor | None = None,
     ) -> None:
         """Attention of one layer, on the current stream.
 
@@ -242,12 +248,16 @@ class DecodeRunner:
             query: (tokens, h_q, d) or (tokens, h_q · d), bf16 or fp16, any token stride; token i of sequence s is row
                 s · q_len + i. Read in place where rows start at multiples of 16 bytes, else packed first.
             out: likewise, of ``out_dtype``; rows from num_seqs · q_len on are not touched.
-            k_cache, v_cache: (pages, page_size, h_k, d) views of the format's dtype (uint8 is fine for fp8), any
-                strides that are multiples of 16 bytes, last dimension contiguous, 16-byte aligned.
+            k_cache, v_cache: (pages, page_size, h_k, w) views of the format's dtype (uint8 is fine for fp8), any
+                strides that are multiples of 16 bytes, last dimension contiguous, 16-byte aligned. w is d for 16-bit
+                and fp8 formats, and the bytes of a packed row, uint8, below that: 3d/4 for e2m3, d/2 for nvfp4.
             k_scale, v_scale: fp32 descales on the device: 1 element, (h_k,) or (≥ num_seqs, h_k), any strides.
             softmax_scale: multiplies Q · K.
             q_mul, o_mul: (h_q, d) fp32 factors on Q before and on O after.
             lse: (≥ tokens, h_q) fp32; receives the natural-log log-sum-exp of the scores, −inf where no key is seen.
+            k_block_scale, v_block_scale: for nvfp4, e4m3 scales of 16 elements each: (pages, page_size, h_k, d/16)
+                float8_e4m3fn or uint8, rows contiguous and aligned to their d/16 bytes, any other strides.
+                ``split_nvfp4_cache`` makes cache and scale views of tensors that hold both.
 
         A query token that sees no key gets O = 0. V of the q_len − 1 newest tokens must be finite: query tokens that
         may not see them still multiply them by 0.
@@ -270,17 +280,25 @@ class DecodeRunner:
         if not abs(softmax_scale) <= FLT_MAX:
             raise ValueError(f"softmax_scale must be a finite fp32 number, got {softmax_scale!r}")
         if self._cute is None:
-            self._prepare(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+            self._prepare(
+                plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
+            )
             torch_ref.decode(
                 query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
                 num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
-                kv_format=self.kv_format.name, q_mul=q_mul, o_mul=o_mul, lse=lse,
+                kv_format=self.kv_format.name, v_format=self.v_format.name, k_block_scale=k_block_scale,
+                v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
             )  # fmt: skip
             return
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.run(plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse)
-        signature, launch = self._prepare(plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse)
+                return self.run(
+                    plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse,
+                    k_block_scale, v_block_scale,
+                )  # fmt: skip
+        signature, launch = self._prepare(
+            plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
+        )
         # The copies take all rows: a captured graph may replay a plan of more sequences than it was captured with.
         source = query.clone(memory_format=torch.contiguous_format) if signature.pack_query else query
         target = out.clone(memory_format=torch.contiguous_format) if signature.pack_out else out

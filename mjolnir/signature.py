@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mjolnir.checks import check_tensor, scale_view
-from mjolnir.formats import get_format
+from mjolnir.formats import KvFormat, get_format
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -41,7 +41,8 @@ class RunnerShape:
     head_size: int
     page_size: int
     out_dtype: torch.dtype
-    kv_format: str
+    kv_format: str  # of K, and of V unless v_format says another
+    v_format: str | None = None
 
     @property
     def group(self) -> int:
@@ -62,6 +63,8 @@ class Signature:
     lse_stride: int
     k_strides: tuple[int, int, int]  # token, head, page
     v_strides: tuple[int, int, int]
+    k_block_strides: tuple[int, int, int]  # token, head, page in bytes; 0 without block scales
+    v_block_strides: tuple[int, int, int]
     k_scale_strides: tuple[int, int]  # sequence, head
     v_scale_strides: tuple[int, int]
     num_pages: int
@@ -86,6 +89,8 @@ class Signature:
         q_mul: torch.Tensor | None,
         o_mul: torch.Tensor | None,
         lse: torch.Tensor | None,
+        k_block_scale: torch.Tensor | None = None,
+        v_block_scale: torch.Tensor | None = None,
     ) -> Signature:
         """Check every argument of ``DecodeRunner.run``.
 
@@ -98,10 +103,14 @@ class Signature:
         out_strides, pack_out = _row_strides("out", out, shape, align=4)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_tensor(name, scale, device=device)
-        k_strides = _cache_strides("k_cache", k_cache, shape, device)
-        v_strides = _cache_strides("v_cache", v_cache, shape, device)
+        k_format, v_format = get_format(shape.kv_format), get_format(shape.v_format or shape.kv_format)
+        k_strides = _cache_strides("k_cache", k_cache, k_format, shape, device)
+        v_strides = _cache_strides("v_cache", v_cache, v_format, shape, device)
         if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(f"v_cache must have as many pages as k_cache ({k_cache.shape[0]}), got {v_cache.shape[0]}")
+        pages = k_cache.shape[0]
+        k_block_strides = _block_strides("k_block_scale", k_block_scale, k_format, shape, pages, device)
+        v_block_strides = _block_strides("v_block_scale", v_block_scale, v_format, shape, pages, device)
         for name, factor in (("q_mul", q_mul), ("o_mul", o_mul)):
             if factor is not None:
                 check_tensor(name, factor, dtype=torch.float32, shape=(shape.num_heads, shape.head_size), device=device)
@@ -125,6 +134,8 @@ class Signature:
             lse_stride=lse.stride(0) if lse is not None else 0,
             k_strides=k_strides,
             v_strides=v_strides,
+            k_block_strides=k_block_strides,
+            v_block_strides=v_block_strides,
             k_scale_strides=_scale_strides("k_scale", k_scale, shape.num_kv_heads),
             v_scale_strides=_scale_strides("v_scale", v_scale, shape.num_kv_heads),
             num_pages=k_cache.shape[0],
@@ -168,10 +179,11 @@ def _row_strides(name: str, t: torch.Tensor, shape: RunnerShape, align: int) -> 
     return (token, head), False
 
 
-def _cache_strides(name: str, t: torch.Tensor, shape: RunnerShape, device: torch.device) -> tuple[int, int, int]:
+def _cache_strides(
+    name: str, t: torch.Tensor, fmt: KvFormat, shape: RunnerShape, device: torch.device
+) -> tuple[int, int, int]:
     """(token, head, page) strides in units of 16 bytes; a dimension of size 1 may carry any stride."""
-    fmt = get_format(shape.kv_format)
-    expected = (None, shape.page_size, shape.num_kv_heads, shape.head_size)
+    expected = (None, shape.page_size, shape.num_kv_heads, fmt.row_width(shape.head_size))
     check_tensor(name, t, dtype=fmt.accepted_dtypes, shape=expected, device=device, contiguous_rows=True)
     if t.shape[0] < 1:
         raise ValueError(f"{name} must have at least one page, got shape {tuple(t.shape)}")
@@ -187,6 +199,29 @@ def _cache_strides(name: str, t: torch.Tensor, shape: RunnerShape, device: torch
             )
         units.append(size // TMA_ALIGN)
     return units[0], units[1], units[2]
+
+
+def _block_strides(
+    name: str, t: torch.Tensor | None, fmt: KvFormat, shape: RunnerShape, pages: int, device: torch.device
+) -> tuple[int, int, int]:
+    """(token, head, page) strides of block scales in bytes. The kernel copies the 4 to 16 bytes of a row at once."""
+    if not fmt.block:
+        if t is not None:
+            raise ValueError(f"{name} must be None: a {fmt.name} cache has no block scales")
+        return 0, 0, 0
+    width = fmt.scale_width(shape.head_size)
+    expected = (pages, shape.page_size, shape.num_kv_heads, width)
+    if t is None:
+        raise ValueError(f"{name} must be given for a {fmt.name} cache: e4m3 {expected}")
+    check_tensor(name, t, dtype=(torch.float8_e4m3fn, torch.uint8), shape=expected, device=device,
+                 contiguous_rows=True)  # fmt: skip
+    strides = tuple(t.stride(dim) if t.shape[dim] > 1 else width for dim in (1, 2, 0))
+    if t.data_ptr() % width or any(stride % width for stride in strides):
+        raise ValueError(
+            f"{name}: rows of {width} bytes must start at multiples of {width} bytes, got strides {t.stride()} at "
+            f"{t.data_ptr():#x}"
+        )
+    return strides[0], strides[1], strides[2]
 
 
 def _scale_strides(name: str, scale: torch.Tensor, num_kv_heads: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ class Variant:
     causality are run-time arguments and have no place here."""
 
     arch: str  # "sm_90a"
-    kv_format: str  # name in mjolnir.formats
+    kv_format: str  # name in mjolnir.formats: of K, and of V unless v_format says another
     q_dtype: str  # "bf16" or "fp16": the query as it lies in memory
     out_dtype: str  # "bf16" or "fp16"
     head_size: int  # 64, 128, 256
@@ -27,14 +27,16 @@ class Variant:
     q_split: bool = False  # bf16 caches only: Q as a sum of two bf16 terms (fp16 Q, or Q times q_mul)
     stages: int = 0  # ring depth; 0: the kernel's own choice
     ctas_per_sm: int = 0  # 0: the kernel's own choice
+    v_format: str = ""  # "": V has K's format
 
     @property
     def name(self) -> str:
         """A C identifier, unique per variant: the exported symbol and the stem of file names."""
         flags = "".join(("_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
         tuned = (f"_s{self.stages}" if self.stages else "") + (f"_c{self.ctas_per_sm}" if self.ctas_per_sm else "")
+        v_format = f"_v_{self.v_format}" if self.v_format else ""
         return (
-            f"decode_{self.arch}_{self.kv_format}_q{self.q_dtype}_o{self.out_dtype}"
+            f"decode_{self.arch}_{self.kv_format}{v_format}_q{self.q_dtype}_o{self.out_dtype}"
             f"_d{self.head_size}_r{self.rows}{flags}{tuned}"
         )
 

@@ -28,6 +28,9 @@ EDGES = (129, 0, 1, 15, 16, 17, 63, 64, 65, 127, 1000)
 
 _FP8 = [(128, rows) for rows in ROW_CLASSES] + [(64, rows) for rows in ROW_CLASSES] + [(256, r) for r in ROW_CLASSES]
 
+LOW_BIT = ("e2m3", "nvfp4")
+MIXED = (("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "fp8"))
+
 GPU_VARIANTS = (
     *(Variant(ARCH, "fp8", "bf16", "fp16", d, rows) for d, rows in _FP8),
     *(Variant(ARCH, "fp8", "bf16", "bf16", 128, rows) for rows in ROW_CLASSES),
@@ -44,6 +47,12 @@ GPU_VARIANTS = (
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, pdl=False),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, ctas_per_sm=1),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, stages=8),
+    *(Variant(ARCH, fmt, "bf16", "fp16", d, rows) for fmt in LOW_BIT for d in (64, 128, 256) for rows in ROW_CLASSES),
+    *(Variant(ARCH, fmt, "bf16", "bf16", 128, rows) for fmt in LOW_BIT for rows in (8, 16)),
+    *(Variant(ARCH, fmt, "fp16", "fp16", 128, 8) for fmt in LOW_BIT),
+    *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, split=False) for fmt in LOW_BIT),
+    *(Variant(ARCH, k, "bf16", "fp16", d, 8, v_format=v) for k, v in MIXED for d in (64, 128)),
+    *(Variant(ARCH, "fp8_e5m2", "bf16", "fp16", d, 8) for d in (64, 128)),
 )
 
 
@@ -60,6 +69,7 @@ def make_problem(
     q_form: str = "dense",
     padding: int = 0,
     kv_format: str = "fp8",
+    v_format: str | None = None,
     pool: str = "separate",
     scales: tuple[str, str] | None = None,
     causal: bool = True,
@@ -72,6 +82,7 @@ def make_problem(
         head_size=head_size,
         page_size=page_size,
         kv_format=kv_format,
+        v_format=v_format,
         pool=pool,
         device=device,
         seed=seed,
@@ -98,7 +109,8 @@ def make_runner(
     problem: Problem, out_dtype: torch.dtype = torch.float16, max_num_seqs: int | None = None, **tuning: Any
 ) -> DecodeRunner:
     """The runner of a problem's shape. fp16 output by default: its rounding hides least."""
-    _, page_size, num_kv_heads, head_size = problem.cache.k_cache.shape
+    _, page_size, num_kv_heads, _ = problem.cache.k_cache.shape
+    head_size = problem.head_size
     runner = DecodeRunner(
         num_heads=problem.query[0].numel() // head_size,
         num_kv_heads=num_kv_heads,
@@ -108,6 +120,7 @@ def make_runner(
         max_num_seqs=max_num_seqs or max(1, problem.num_seqs),
         max_q_len=problem.q_len,
         kv_format=problem.cache.fmt.name,
+        v_format=problem.cache.v_fmt.name if problem.cache.v_fmt else None,
         device=problem.query.device,
         **tuning,
     )
@@ -149,7 +162,7 @@ def launch(runner: DecodeRunner, plan: Any, problem: Problem, out: torch.Tensor,
     cache = problem.cache
     runner.run(
         plan, problem.query, out, cache.k_cache, cache.v_cache, problem.k_scale, problem.v_scale,
-        problem.softmax_scale, problem.q_mul, problem.o_mul, lse,
+        problem.softmax_scale, problem.q_mul, problem.o_mul, lse, cache.k_blocks, cache.v_blocks,
     )  # fmt: skip
 
 

@@ -56,8 +56,7 @@ def test_public_names_load_on_use():
     ("args", "message"),
     [
         (("--device", "tpu"), "error: device must be one of auto, cpu, cuda, got 'tpu'"),
-        (("--kv-format", "fp7"), "error: kv_format must be one of fp8, bf16, fp16, got 'fp7'"),
-        (("--kv-format", "nvfp4"), "error: kv_format='nvfp4' comes later"),
+        (("--kv-format", "fp7"), "error: kv_format must be one of fp8, fp8_e5m2, e2m3, nvfp4, bf16, fp16, got 'fp7'"),
         (("--page-size", "0"), "error: page_size must be one of 16, 32, 64, 128, 256, got 0"),
     ],
 )

@@ -65,6 +65,7 @@ def kernel_variant(
         q_split=q_split and shape.kv_format == "bf16",
         stages=tuning.kv_stages or 0,
         ctas_per_sm=tuning.ctas_per_sm or 0,
+        v_format="" if shape.v_format in (None, shape.kv_format) else shape.v_format,
     )
 
 

@@ -44,6 +44,9 @@ def decode(
     softmax_scale: float,
     causal: bool,
     kv_format: str,
+    v_format: str | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     q_mul: torch.Tensor | None = None,
     o_mul: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -61,8 +64,9 @@ def decode(
     """
     if num_seqs == 0:
         return
-    num_pages, page_size, num_kv_heads, head_size = k_cache.shape
-    fmt = get_format(kv_format)
+    num_pages, page_size, num_kv_heads, row_width = k_cache.shape
+    k_fmt, v_fmt = get_format(kv_format), get_format(v_format or kv_format)
+    head_size = k_fmt.head_size_of(row_width)
     q, q_exponent = _normalised(_by_head(query, num_seqs, q_len, num_kv_heads, head_size), q_mul)
     out_rows = _by_head(out, num_seqs, q_len, num_kv_heads, head_size)
     k_descale = softmax_scale * scale_view("k_scale", k_scale, num_seqs, num_kv_heads).double()
@@ -85,7 +89,8 @@ def decode(
             keys = torch.arange(first * page_size, first * page_size + ids.shape[1] * page_size, device=ids.device)
             live = keys < seq_lens[seqs, None]
             visible = _visible(keys, seq_lens[seqs], q_len, causal)
-            k, v = _rows(k_cache, ids, live, fmt), _rows(v_cache, ids, live, fmt)
+            k = _rows(k_cache, k_block_scale, ids, live, k_fmt)
+            v = _rows(v_cache, v_block_scale, ids, live, v_fmt)
             done = _merge(done, _attend(q[seqs], score_factor, k, v, visible))
         out_rows[seqs] = (done.o * o_factor[seqs]).to(out.dtype)
         if lse is not None:
@@ -137,9 +142,11 @@ def _visible(keys: torch.Tensor, seq_lens: torch.Tensor, q_len: int, causal: boo
     return keys < seen[:, :, None]
 
 
-def _rows(cache: torch.Tensor, ids: torch.Tensor, live: torch.Tensor, fmt: KvFormat) -> torch.Tensor:
+def _rows(
+    cache: torch.Tensor, block_scale: torch.Tensor | None, ids: torch.Tensor, live: torch.Tensor, fmt: KvFormat
+) -> torch.Tensor:
     """Rows of the pages in fp32 (num_seqs, keys, num_kv_heads, head_size); 0 in dead ones, whose bytes may be NaN."""
-    rows = fmt.decode(cache[ids]).flatten(1, 2)
+    rows = fmt.decode(cache[ids], None if block_scale is None else block_scale[ids]).flatten(1, 2)
     return rows.masked_fill_(~live[:, :, None, None], 0)
 
 

@@ -70,7 +70,11 @@ class CachedDecoder:
             cache.write(layer, key, value)
             query = query.bfloat16()
             out = torch.empty_like(query)
-            runner.run(plan, query, out, *cache.layer(layer), self.model.config.softmax_scale)
+            k_blocks, v_blocks = cache.block_scales(layer)
+            runner.run(
+                plan, query, out, *cache.layer(layer), self.model.config.softmax_scale,
+                k_block_scale=k_blocks, v_block_scale=v_blocks,
+            )  # fmt: skip
             return out.to(self.model.dtype)
 
         return self.model.forward(torch.tensor([token], device=self.model.device), position, attend)[0]

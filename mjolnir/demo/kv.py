@@ -10,8 +10,8 @@ from mjolnir.formats import get_format
 from mjolnir.layouts import KVLayout, split_kv_cache
 
 HEADROOM = 2.0
-"""Descales leave room for values this many times the prompt's largest. It costs no precision in fp8, whose steps are
-relative, only one power of two of its smallest values."""
+"""fp8 descales leave room for values this many times the prompt's largest. It costs no precision there, since steps are
+relative, only one power of two of the smallest values. In narrower formats it would, and they get none."""
 
 LAYOUT = KVLayout.B2HND
 
@@ -19,8 +19,9 @@ LAYOUT = KVLayout.B2HND
 class PagedKVCache:
     """K and V of all layers of one sequence.
 
-    The fp8 descales are fixed by the first ``write`` of each layer (the prompt): per KV head, its largest magnitude
-    times HEADROOM lands on the format's largest value; later values beyond that saturate. In 16-bit formats they are 1.
+    The descales are fixed by the first ``write`` of each layer (the prompt): per KV head, its largest magnitude (in
+    fp8 times HEADROOM) lands on the format's largest value; later values beyond that saturate, but in nvfp4, whose
+    block scales follow. In 16-bit formats descales are 1.
 
     Args:
         max_tokens: what the pages hold; ``extend`` past it raises.
@@ -48,11 +49,16 @@ class PagedKVCache:
         self.format = get_format(kv_format)
         self.page_size = check_positive_int("page_size", page_size)
         self.max_tokens = check_positive_int("max_tokens", max_tokens)
-        self.bytes_per_token = 2 * num_layers * num_kv_heads * self.format.row_bytes(head_size)
+        widths = self.format.row_width(head_size), self.format.scale_width(head_size)
+        self.bytes_per_token = 2 * num_layers * num_kv_heads * (self.format.row_bytes(head_size) + widths[1])
         max_pages = -(-max_tokens // page_size)
-        shape = (num_layers, max_pages, 2, num_kv_heads, page_size, head_size)
-        self._pages = torch.zeros(shape, dtype=self.format.storage_dtype, device=device)
-        self._views = [split_kv_cache(layer, LAYOUT, head_size) for layer in self._pages]
+        shape = (num_layers, max_pages, 2, num_kv_heads, page_size)
+        self._pages = torch.zeros(*shape, widths[0], dtype=self.format.storage_dtype, device=device)
+        self._views = [split_kv_cache(layer, LAYOUT, widths[0]) for layer in self._pages]
+        self._block_scales: list[tuple[Tensor, Tensor]] | list[tuple[None, None]] = [(None, None)] * num_layers
+        if self.format.block:
+            scales = torch.zeros(*shape, widths[1], dtype=torch.float8_e4m3fn, device=device)
+            self._block_scales = [split_kv_cache(layer, LAYOUT, widths[1]) for layer in scales]
         self._scales = torch.ones(num_layers, 2, num_kv_heads, dtype=torch.float32, device=device)
         self._scaled = [self.format.bits == 16] * num_layers
         self._free = torch.randperm(max_pages, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -81,14 +87,25 @@ class PagedKVCache:
         """Quantise key and value (tokens, h_k, d) of the tokens of the last ``extend`` into their pages."""
         if not self._scaled[layer]:
             largest = torch.stack([x.abs().amax(dim=(0, 2)) for x in (key, value)]).float()
-            self._scales[layer] = largest * (HEADROOM / self.format.max_value)
+            headroom = HEADROOM if self.format.bits == 8 else 1.0
+            self._scales[layer] = largest * (headroom / self.format.max_value)
             self._scaled[layer] = True
         pages, rows = self._slots // self.page_size, self._slots % self.page_size
-        for x, cache, scale in zip((key, value), self._views[layer], self._scales[layer], strict=True):
-            cache[pages, rows] = self.format.encode(x, scale[:, None])
+        for x, cache, block_scale, scale in zip(
+            (key, value), self._views[layer], self._block_scales[layer], self._scales[layer], strict=True
+        ):
+            blocks = self.format.block_scales(x, scale[:, None])
+            cache[pages, rows] = self.format.encode(x, scale[:, None], blocks)
+            if block_scale is not None and blocks is not None:
+                block_scale.view(torch.uint8)[pages, rows] = blocks.view(torch.uint8)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K and V as (pages, page_size, h_k, d) views, and their descales (h_k,): what ``DecodeRunner.run`` takes."""
+        """K and V as (pages, page_size, h_k, row width) views, and their descales (h_k,): what ``DecodeRunner.run``
+        takes."""
         k_cache, v_cache = self._views[layer]
         k_scale, v_scale = self._scales[layer]
         return k_cache, v_cache, k_scale, v_scale
+
+    def block_scales(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The block scales of K and V of a layer; None where the format has none."""
+        return self._block_scales[layer]

@@ -1,31 +1,37 @@
-"""fp8 e4m3 (OCP E4M3FN): s·eeee·mmm, bias 7, no Inf, one NaN per sign (0x7f, 0xff), largest value 448."""
+"""fp8: e4m3 (OCP E4M3FN: bias 7, no Inf, one NaN per sign, largest value 448) and e5m2 (OCP E5M2: bias 15, Inf and NaN
+as in IEEE, largest finite value 57344)."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from mjolnir.formats.base import KvFormat
 
-_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+@functools.cache
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 class Fp8Format(KvFormat):
-    def _round(self, x: torch.Tensor) -> torch.Tensor:
-        # Saturate by hand: the cast alone turns what rounds past 448 into NaN in older releases of torch.
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        # Saturate by hand: the cast alone turns what rounds past the largest value into NaN or Inf.
         return x.clamp(-self.max_value, self.max_value).to(self.storage_dtype)
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        self._check_codes(codes)
+    def _unpack(self, codes: torch.Tensor) -> torch.Tensor:
         if codes.is_cpu:  # looking the code up takes a sixth of the cast's time there
             index = codes.view(torch.uint8).int().flatten()
-            return _VALUES.index_select(0, index).view(codes.shape)
+            return _values(self.storage_dtype).index_select(0, index).view(codes.shape)
         return codes.view(self.storage_dtype).float()
 
 
-FP8 = Fp8Format(
-    name="fp8",
-    bits=8,
-    storage_dtype=torch.float8_e4m3fn,
-    accepted_dtypes=(torch.float8_e4m3fn, torch.uint8),  # serving engines keep fp8 caches as raw bytes
-    max_value=448.0,
-)
+def _fp8(name: str, dtype: torch.dtype) -> Fp8Format:
+    # Serving engines keep fp8 caches as raw bytes.
+    return Fp8Format(name=name, bits=8, storage_dtype=dtype, accepted_dtypes=(dtype, torch.uint8),
+                     max_value=torch.finfo(dtype).max)  # fmt: skip
+
+
+FP8 = _fp8("fp8", torch.float8_e4m3fn)
+FP8_E5M2 = _fp8("fp8_e5m2", torch.float8_e5m2)

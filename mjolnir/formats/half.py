@@ -8,11 +8,10 @@ from mjolnir.formats.base import KvFormat
 
 
 class HalfFormat(KvFormat):
-    def _round(self, x: torch.Tensor) -> torch.Tensor:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.storage_dtype)
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        self._check_codes(codes)
+    def _unpack(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
 

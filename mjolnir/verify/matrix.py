@@ -34,6 +34,7 @@ class Case:
     head_size: int = 128
     page_size: int = 64
     kv_format: str = "fp8"
+    v_format: str | None = None  # None: as K's
     q_dtype: str = "bf16"
     out_dtype: str = "fp16"
     q_len: int = 1
@@ -48,7 +49,8 @@ class Case:
     def name(self) -> str:
         """Everything that is not the common setting, after the shape."""
         shape = f"{self.num_heads}/{self.num_kv_heads} d{self.head_size} page {self.page_size}"
-        parts = [shape, f"{self.q_dtype} × {self.kv_format} → {self.out_dtype}", self.lengths, self.layout]
+        formats = self.kv_format + (f" and {self.v_format}" if self.v_format else "")
+        parts = [shape, f"{self.q_dtype} × {formats} → {self.out_dtype}", self.lengths, self.layout]
         if self.q_len > 1:
             parts.append(f"q_len {self.q_len}" + ("" if self.causal else " not causal"))
         if self.scales != "one":

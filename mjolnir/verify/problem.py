@@ -26,7 +26,8 @@ class Problem:
     """The arguments of one run, and where its live tokens lie in the cache."""
 
     case: Case
-    fmt: KvFormat
+    k_format: KvFormat
+    v_format: KvFormat
     query: torch.Tensor  # (tokens + PADDING_TOKENS, num_heads, head_size)
     k_cache: torch.Tensor  # (pages, page_size, num_kv_heads, head_size)
     v_cache: torch.Tensor
@@ -38,6 +39,8 @@ class Problem:
     slots: torch.Tensor
     q_mul: torch.Tensor | None
     o_mul: torch.Tensor | None
+    k_block_scale: torch.Tensor | None = None  # (pages, page_size, num_kv_heads, head_size / 16) e4m3
+    v_block_scale: torch.Tensor | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -51,12 +54,20 @@ class Problem:
     def softmax_scale(self) -> float:
         return self.case.head_size**-0.5
 
-    def write(self, cache: torch.Tensor, rows: torch.Tensor) -> None:
-        """Set the live rows of K or V: ``rows`` broadcasts to (total tokens, num_kv_heads, head_size)."""
-        rows = rows.expand(len(self.pages), *cache.shape[2:])
-        codes = self.fmt.encode(rows, torch.ones(1, device=cache.device))
-        raw = torch.uint8 if self.fmt.bits == 8 else torch.int16
-        cache.view(raw)[self.pages, self.slots] = codes.view(raw)
+    def write_k(self, rows: torch.Tensor) -> None:
+        """Set the live rows of K: (total tokens, num_kv_heads, head_size)."""
+        self._write(self.k_format, self.k_cache, self.k_block_scale, rows)
+
+    def write_v(self, rows: torch.Tensor) -> None:
+        self._write(self.v_format, self.v_cache, self.v_block_scale, rows)
+
+    def _write(self, fmt: KvFormat, cache: torch.Tensor, block_scale: torch.Tensor | None, rows: torch.Tensor) -> None:
+        one = torch.ones(1, device=cache.device)
+        blocks = fmt.block_scales(rows, one)
+        raw = torch.uint8 if fmt.storage_dtype.itemsize == 1 else torch.int16  # not every operation takes fp8
+        cache.view(raw)[self.pages, self.slots] = fmt.encode(rows, one, blocks).view(raw)
+        if block_scale is not None and blocks is not None:
+            block_scale.view(raw)[self.pages, self.slots] = blocks.view(raw)
 
     def run(self, runner: DecodeRunner) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE with their padding rows, which hold NaN unless something wrote to them."""
@@ -67,7 +78,7 @@ class Problem:
         )
         runner.run(
             plan, self.query, out, self.k_cache, self.v_cache, self.k_scale, self.v_scale, self.softmax_scale,
-            self.q_mul, self.o_mul, lse,
+            self.q_mul, self.o_mul, lse, self.k_block_scale, self.v_block_scale,
         )  # fmt: skip
         return out, lse
 
@@ -84,7 +95,10 @@ class Problem:
             q_len=self.case.q_len,
             softmax_scale=self.softmax_scale,
             causal=self.case.causal,
-            kv_format=self.fmt.name,
+            kv_format=self.k_format.name,
+            v_format=self.v_format.name,
+            k_block_scale=self.k_block_scale,
+            v_block_scale=self.v_block_scale,
             q_mul=self.q_mul,
             o_mul=self.o_mul,
         )
@@ -93,10 +107,15 @@ class Problem:
 def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """Normal Q, K and V in pages of random order."""
     gen = torch.Generator().manual_seed(seed)
-    fmt, lengths = get_format(case.kv_format), LENGTHS[case.lengths]
+    formats = get_format(case.kv_format), get_format(case.v_format or case.kv_format)
+    lengths = LENGTHS[case.lengths]
     pages_of = [-(-length // case.page_size) for length in lengths]
     num_pages = sum(pages_of) + SPARE_PAGES
-    k_cache, v_cache = _make_pool(case, fmt, num_pages, device)
+    dtypes = [fmt.storage_dtype for fmt in formats]
+    k_cache, v_cache = _make_pool(case, num_pages, dtypes, [fmt.row_width(case.head_size) for fmt in formats], device)
+    k_blocks, v_blocks = _make_pool(
+        case, num_pages, [torch.float8_e4m3fn] * 2, [fmt.scale_width(case.head_size) for fmt in formats], device
+    )
 
     named = torch.randperm(num_pages, generator=gen)[: sum(pages_of)].to(torch.int32)
     table = torch.tensor(DEAD_ENTRIES, dtype=torch.int32).repeat(len(lengths), max(pages_of) + 1)
@@ -114,7 +133,8 @@ def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
     query[len(lengths) * case.q_len :] = math.nan
     problem = Problem(
         case=case,
-        fmt=fmt,
+        k_format=formats[0],
+        v_format=formats[1],
         query=query.to(device, DTYPES[case.q_dtype]),
         k_cache=k_cache,
         v_cache=v_cache,
@@ -126,26 +146,31 @@ def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
         slots=torch.cat(slots).to(device),
         q_mul=_make_q_mul(case, gen).to(device) if case.factors else None,
         o_mul=torch.randn(case.num_heads, case.head_size, generator=gen).to(device) if case.factors else None,
+        k_block_scale=k_blocks if formats[0].block else None,
+        v_block_scale=v_blocks if formats[1].block else None,
     )
     shape = (sum(lengths), case.num_kv_heads, case.head_size)
-    problem.write(k_cache, torch.randn(shape, generator=gen).to(device))
-    problem.write(v_cache, torch.randn(shape, generator=gen).to(device))
+    problem.write_k(torch.randn(shape, generator=gen).to(device))
+    problem.write_v(torch.randn(shape, generator=gen).to(device))
     return problem
 
 
-def _make_pool(case: Case, fmt: KvFormat, num_pages: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    sizes = {"B": num_pages, "N": case.page_size, "H": case.num_kv_heads, "D": case.head_size, "2": 2, "L": NUM_LAYERS}
+def _make_pool(
+    case: Case, num_pages: int, dtypes: list[torch.dtype], widths: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K's and V's views; those of one tensor have one dtype and width."""
+    sizes = {"B": num_pages, "N": case.page_size, "H": case.num_kv_heads, "2": 2, "L": NUM_LAYERS}
 
-    def tensor(dims: str) -> torch.Tensor:
-        shape = [sizes[dim] for dim in dims]
-        raw = torch.full((math.prod(shape) * fmt.bits // 8,), NAN_BYTE, dtype=torch.uint8, device=device)
-        return raw.view(fmt.storage_dtype).reshape(shape)
+    def tensor(dims: str, which: int = 0) -> torch.Tensor:
+        shape = [sizes[dim] if dim in sizes else widths[which] for dim in dims]
+        raw = torch.full((math.prod(shape) * dtypes[which].itemsize,), NAN_BYTE, dtype=torch.uint8, device=device)
+        return raw.view(dtypes[which]).reshape(shape)
 
-    if case.layout == "separate":
-        return tensor("BNHD"), tensor("BNHD")
+    if case.layout == "separate" or not widths[0]:
+        return tensor("BNHD"), tensor("BNHD", 1)
     if case.layout == "layer packed":
-        return split_kv_cache(tensor("BL2NHD")[:, NUM_LAYERS // 2], KVLayout.B2NHD, case.head_size)
-    return split_kv_cache(tensor(case.layout), KVLayout(case.layout), case.head_size)
+        return split_kv_cache(tensor("BL2NHD")[:, NUM_LAYERS // 2], KVLayout.B2NHD, widths[0])
+    return split_kv_cache(tensor(case.layout), KVLayout(case.layout), widths[0])
 
 
 def _make_scales(case: Case, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
