@@ -103,7 +103,7 @@ class DecodeKernel:
                     global_strides=[token, Int64(geo.panel_bytes // 16), head, page_stride],
                     box_dims=[geo.panel_bytes, box_rows, box_panels, 1, 1],
                     swizzle=cuda.TensorMapSwizzle.s128b if geo.panel_bytes == 128 else cuda.TensorMapSwizzle.s64b,
-                    l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
+                    l2_promotion=cuda.TensorMapL2Promotion.none,
                 )
             )
         args = DecodeArgs(
