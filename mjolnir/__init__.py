@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mjolnir.expand import expand_pages
     from mjolnir.layouts import KVLayout, detect_kv_layout, split_kv_cache, split_nvfp4_cache
     from mjolnir.runner import DecodeRunner, StepPlan
+    from mjolnir.write import write_kv
 
 __version__ = "0.1.0"
 
@@ -20,8 +22,10 @@ __all__ = [
     "StepPlan",
     "__version__",
     "detect_kv_layout",
+    "expand_pages",
     "split_kv_cache",
     "split_nvfp4_cache",
+    "write_kv",
 ]
 
 _HOME = {
@@ -29,8 +33,10 @@ _HOME = {
     "KVLayout": "mjolnir.layouts",
     "StepPlan": "mjolnir.runner",
     "detect_kv_layout": "mjolnir.layouts",
+    "expand_pages": "mjolnir.expand",
     "split_kv_cache": "mjolnir.layouts",
     "split_nvfp4_cache": "mjolnir.layouts",
+    "write_kv": "mjolnir.write",
 }
 
 

@@ -1,0 +1,344 @@
+"""The codecs once more, in Triton: fp32 tiles to the packed words of a cache and back, code for code what ``encode``,
+``block_scales`` and ``decode`` of the format give.
+
+Everything happens in 32-bit words. A tile [rows, D] is split into the elements that share a word, so that packing and
+unpacking stay inside a thread.
+
+NATIVE takes the conversion instructions of sm_89 and later, by inline PTX. Without it rounding is integer arithmetic,
+which Triton's interpreter and older GPUs run. Both give the same codes. A NaN becomes one code, whatever its sign.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NAN_CODES = {"fp8": 0x7F, "fp8_e5m2": 0x7F, "bf16": 0x7FC0, "fp16": 0x7E00}
+"""The one code that a NaN of either sign and any payload becomes; formats without NaN take +max_value."""
+
+BF16_NAN, FP16_NAN = tl.constexpr(NAN_CODES["bf16"]), tl.constexpr(NAN_CODES["fp16"])
+TO_E4M3 = tl.constexpr(2.0**-6)  # e2m3 and e2m1 values times this are e4m3 values with the same bits
+
+
+# Dividing
+
+
+@triton.jit
+def head_scale(scale, channel_stride, PER_CHANNEL: tl.constexpr, D: tl.constexpr):
+    """A head's descale: a scalar, or [1, D] if PER_CHANNEL."""
+    if PER_CHANNEL:
+        loaded = tl.load(scale + tl.arange(0, D) * channel_stride)[None, :]
+    else:
+        loaded = tl.load(scale)
+    return loaded
+
+
+@triton.jit
+def quotient(x, scale, FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, NATIVE: tl.constexpr):
+    """x [ROWS, D] / scale rounded to nearest, and x itself where the scale is 0, as ``KvFormat.encode`` defines it;
+    ``scale`` is a scalar, or [1, D] if PER_CHANNEL.
+
+    Triton's own division is off by an ulp, which is another code now and then, and div.rn is 14 instructions. So: the
+    rounded reciprocal, once, and two corrections of the quotient by the exact remainder (Markstein; Muller et al.,
+    Handbook of Floating-Point Arithmetic, 2nd ed., section 4.7). Past 2^16 the plain product does: that saturates, or
+    is Inf in fp16. Extreme scales are brought near 1 by a power of two; what that loses lies far below the smallest
+    code, except in bf16, whose range is fp32's own.
+    """
+    divisor = tl.where(scale == 0, 1.0, scale)
+    if NATIVE and FORMAT != "bf16":
+        size = tl.abs(divisor)
+        near = tl.where(size < 2.0**-60, 2.0**64, tl.where(size > 2.0**60, 2.0**-64, 1.0))
+        divisor *= near
+        x *= near
+        reciprocal = tl.div_rn(1.0, divisor)
+        first = x * reciprocal
+        y = corrected(corrected(first, x, divisor, reciprocal), x, divisor, reciprocal)
+        y = tl.where(tl.abs(first) < 65536.0, y, first)
+    elif PER_CHANNEL:
+        y = tl.div_rn(x, divisor)
+    elif divisor == 1.0:  # what 16-bit caches have
+        y = x
+    else:
+        y = tl.div_rn(x, divisor)
+    return y
+
+
+@triton.jit
+def corrected(q, x, divisor, reciprocal):
+    """A quotient q of x / divisor after a correction by its remainder, which the first fma gives exactly."""
+    return tl.fma(tl.fma(q, -divisor, x), reciprocal, q)
+
+
+@triton.jit
+def widened(x):
+    """bf16, fp16 or fp32 as fp32; bf16 by its bits, since the interpreter's cast loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        y = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+# Elements that share a word
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, N: tl.constexpr):
+    """x [ROWS, N] as its elements 2i and its elements 2i + 1, each [ROWS, N / 2]."""
+    return tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
+
+
+@triton.jit
+def quarters(x, ROWS: tl.constexpr, N: tl.constexpr):
+    """x [ROWS, N] as its elements 4i, 4i + 1, 4i + 2 and 4i + 3."""
+    even, odd = halves(x, ROWS, N)
+    x0, x2 = halves(even, ROWS, N // 2)
+    x1, x3 = halves(odd, ROWS, N // 2)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def joined(a, b, ROWS: tl.constexpr, N: tl.constexpr):
+    """The inverse of ``halves``: [ROWS, N] from two [ROWS, N / 2]."""
+    return tl.reshape(tl.join(a, b), (ROWS, N))
+
+
+@triton.jit
+def joined_4(x0, x1, x2, x3, ROWS: tl.constexpr, N: tl.constexpr):
+    """The inverse of ``quarters``."""
+    return joined(joined(x0, x2, ROWS, N // 2), joined(x1, x3, ROWS, N // 2), ROWS, N)
+
+
+# Rounding
+
+
+@triton.jit
+def round_code(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_VALUE: tl.constexpr):
+    """Magnitude code, as int32, of |y| in a float format of that many bits of mantissa, to nearest, ties to even,
+    saturating.
+
+    A normal result is a rounding of fp32's own bits, of which the exponent then changes its bias. A subnormal one
+    counts units of the smallest code: adding 2^23 of them makes fp32 round.
+    """
+    magnitude = tl.minimum(tl.abs(y), MAX_VALUE)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    UNITS_EXPONENT: tl.constexpr = 23 + 1 - BIAS - MANTISSA
+    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    small = (magnitude + 2.0**UNITS_EXPONENT).to(tl.int32, bitcast=True) - ((127 + UNITS_EXPONENT) << 23)
+    return tl.where(magnitude < 2.0 ** (1 - BIAS), small, normal)
+
+
+@triton.jit
+def sign_at(y, BIT: tl.constexpr):
+    """The sign of y as bit BIT of an int32."""
+    return ((y.to(tl.int32, bitcast=True) >> 31) & 1) << BIT
+
+
+@triton.jit
+def e4m3_code(y):
+    return tl.where(y != y, 0x7F, round_code(y, 3, 7, 448.0) | sign_at(y, 7))
+
+
+@triton.jit
+def e5m2_code(y):
+    return tl.where(y != y, 0x7F, round_code(y, 2, 15, 57344.0) | sign_at(y, 7))
+
+
+@triton.jit
+def e4m3_value(code):
+    """fp32 values of e4m3 codes in int32, of which only the low 8 bits count."""
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return tl.where((code & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def e2m1_code(y):
+    """e2m1 with the sign in bit 3; NaN is +6."""
+    code = round_code(tl.where(y != y, 6.0, y), 1, 1, 6.0)
+    return tl.where(y != y, code, code | sign_at(y, 3))
+
+
+@triton.jit
+def bf16_code(y):
+    """The IEEE cast."""
+    magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    code = ((magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16) | sign_at(y, 15)
+    return tl.where(y != y, BF16_NAN, code)
+
+
+@triton.jit
+def fp16_code(y):
+    """The IEEE cast."""
+    return tl.where(y != y, FP16_NAN, y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+
+
+# Four 8-bit codes and their word
+
+_CONVERT = (
+    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}.f32 lo, $2, $1; cvt.rn.satfinite.{0}.f32 hi, $4, $3; "
+    "mov.b32 $0, {{lo, hi}}; }}"
+)
+TO_E4M3X4, TO_E5M2X4 = tl.constexpr(_CONVERT.format("e4m3x2")), tl.constexpr(_CONVERT.format("e5m2x2"))
+
+
+@triton.jit
+def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of four values in one word, the first in its low byte."""
+    if NATIVE:
+        word = tl.inline_asm_elementwise(
+            TO_E5M2X4 if E5M2 else TO_E4M3X4, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif E5M2:
+        word = e5m2_code(x0) | (e5m2_code(x1) << 8) | (e5m2_code(x2) << 16) | (e5m2_code(x3) << 24)
+    else:
+        word = e4m3_code(x0) | (e4m3_code(x1) << 8) | (e4m3_code(x2) << 16) | (e4m3_code(x3) << 24)
+    return word
+
+
+@triton.jit
+def e4m3_values(word, NATIVE: tl.constexpr):
+    """The four values of a word."""
+    if NATIVE:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            """{ .reg .b16 lo, hi, a, b; .reg .b32 p, q;
+            mov.b32 {lo, hi}, $4;
+            cvt.rn.f16x2.e4m3x2 p, lo; cvt.rn.f16x2.e4m3x2 q, hi;
+            mov.b32 {a, b}, p; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+            mov.b32 {a, b}, q; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""",
+            "=f,=f,=f,=f,r",
+            [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        x0, x1, x2, x3 = e4m3_value(word), e4m3_value(word >> 8), e4m3_value(word >> 16), e4m3_value(word >> 24)
+    return x0, x1, x2, x3
+
+
+# Rows
+
+
+@triton.jit
+def block_scale_code(y, ROWS: tl.constexpr, D: tl.constexpr):
+    """``NvFp4Format.block_scales`` of y [ROWS, D]: e4m3(amax / 6) of every 16 elements, NaN not counted, as int32
+    [ROWS, D / 16]."""
+    magnitude = tl.where(y != y, 0.0, tl.abs(y))
+    amax = tl.max(tl.reshape(magnitude, (ROWS, D // 16, 16)), axis=2)
+    return e4m3_code(tl.div_rn(amax, tl.full((ROWS, D // 16), 6.0, tl.float32)))
+
+
+@triton.jit
+def over_block_scale(y, code, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexpr):
+    """y over its block scales, on the right side of every e2m1 rounding boundary.
+
+    One correction of the quotient is enough here: a boundary times a block scale is exact in fp32, and the fp32 numbers
+    beside it are further from it than the rounding of the quotient reaches.
+    """
+    scale = e4m3_value(code)
+    divisor = tl.where(scale == 0, 1.0, scale)
+    blocks = tl.reshape(y, (ROWS, D // 16, 16))
+    divisor = divisor[:, :, None]
+    if NATIVE:
+        reciprocal = tl.div_rn(1.0, divisor)
+        first = blocks * reciprocal
+        blocks = tl.where(tl.abs(first) < 65536.0, corrected(first, blocks, divisor, reciprocal), first)
+    else:
+        blocks = tl.div_rn(blocks, divisor)
+    return tl.reshape(blocks, (ROWS, D))
+
+
+@triton.jit
+def store_rows(
+    row, block_row, mask, y, FORMAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Store values y [ROWS, D], divided by their descale already.
+
+    ``row`` [ROWS] points to int32: a row's first word; ``block_row`` to its first block scale (uint8) in a format that
+    has them. ``mask`` [ROWS] says which rows are stored.
+    """
+    keep = mask[:, None]
+    if FORMAT == "fp8" or FORMAT == "fp8_e5m2":
+        x0, x1, x2, x3 = quarters(y, ROWS, D)
+        word = fp8_word(x0, x1, x2, x3, FORMAT == "fp8_e5m2", NATIVE)
+        tl.store(row[:, None] + tl.arange(0, D // 4)[None, :], word, mask=keep)
+    elif FORMAT == "e2m3":
+        y = tl.where(y != y, 7.5, tl.minimum(tl.maximum(y, -7.5), 7.5)) * TO_E4M3
+        x0, x1, x2, x3 = quarters(y, ROWS, D)
+        word = fp8_word(x0, x1, x2, x3, False, NATIVE)  # four bytes s00eemmm
+        word = (word & 0x1F1F1F1F) | ((word >> 2) & 0x20202020)
+        word = (word & 0x003F003F) | ((word >> 2) & 0x0FC00FC0)
+        group = (word & 0xFFF) | ((word >> 4) & 0xFFF000)
+        g0, g1, g2, g3 = quarters(group, ROWS, D // 4)
+        at = row[:, None] + 3 * tl.arange(0, D // 16)[None, :]
+        tl.store(at, g0 | (g1 << 24), mask=keep)
+        tl.store(at + 1, ((g1 >> 8) & 0xFFFF) | (g2 << 16), mask=keep)
+        tl.store(at + 2, ((g2 >> 16) & 0xFF) | (g3 << 8), mask=keep)
+    elif FORMAT == "nvfp4":
+        scale = block_scale_code(y, ROWS, D)
+        tl.store(block_row[:, None] + tl.arange(0, D // 16)[None, :], scale.to(tl.uint8), mask=keep)
+        code = e2m1_code(over_block_scale(y, scale, ROWS, D, NATIVE))
+        c0, c1 = halves(code, ROWS, D)
+        c0, c1 = halves(c0 | (c1 << 4), ROWS, D // 2)
+        c0, c1 = halves(c0 | (c1 << 8), ROWS, D // 4)
+        tl.store(row[:, None] + tl.arange(0, D // 8)[None, :], c0 | (c1 << 16), mask=keep)
+    else:
+        tl.static_assert(FORMAT == "bf16" or FORMAT == "fp16")
+        c0, c1 = halves(bf16_code(y) if FORMAT == "bf16" else fp16_code(y), ROWS, D)
+        tl.store(row[:, None] + tl.arange(0, D // 2)[None, :], c0 | (c1 << 16), mask=keep)
+
+
+@triton.jit
+def load_rows(row, block_row, mask, FORMAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexpr):
+    """The exact values [ROWS, D] of rows, times their block scales, before the descale; arguments as ``store_rows``."""
+    keep = mask[:, None]
+    if FORMAT == "fp8":
+        word = tl.load(row[:, None] + tl.arange(0, D // 4)[None, :], mask=keep, other=0)
+        x0, x1, x2, x3 = e4m3_values(word, NATIVE)
+        y = joined_4(x0, x1, x2, x3, ROWS, D)
+    elif FORMAT == "fp8_e5m2":
+        word = tl.load(row[:, None] + tl.arange(0, D // 4)[None, :], mask=keep, other=0)
+        # e5m2 is the upper byte of fp16.
+        x0 = ((word << 8) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x1 = (word & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x2 = ((word >> 8) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x3 = ((word >> 16) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = joined_4(x0, x1, x2, x3, ROWS, D)
+    elif FORMAT == "e2m3":
+        at = row[:, None] + 3 * tl.arange(0, D // 16)[None, :]
+        w0 = tl.load(at, mask=keep, other=0)
+        w1 = tl.load(at + 1, mask=keep, other=0)
+        w2 = tl.load(at + 2, mask=keep, other=0)
+        g1 = ((w0 >> 24) & 0xFF) | (w1 << 8)
+        g2 = ((w1 >> 16) & 0xFFFF) | (w2 << 16)
+        group = joined_4(w0, g1, g2, w2 >> 8, ROWS, D // 4)  # of which the low 24 bits count
+        word = (group & 0xFFF) | ((group & 0xFFF000) << 4)
+        word = (word & 0x003F003F) | ((word & 0x0FC00FC0) << 2)
+        word = (word & 0x1F1F1F1F) | ((word & 0x20202020) << 2)
+        x0, x1, x2, x3 = e4m3_values(word, NATIVE)
+        y = joined_4(x0, x1, x2, x3, ROWS, D) * 64.0
+    elif FORMAT == "nvfp4":
+        word = tl.load(row[:, None] + tl.arange(0, D // 8)[None, :], mask=keep, other=0)
+        even = ((word & 0x07070707) << 2) | ((word & 0x08080808) << 4)  # four bytes s00eem00
+        odd = ((word >> 2) & 0x1C1C1C1C) | (word & -0x7F7F7F80)  # 0x80808080
+        x0, x2, x4, x6 = e4m3_values(even, NATIVE)
+        x1, x3, x5, x7 = e4m3_values(odd, NATIVE)
+        even = joined_4(x0, x2, x4, x6, ROWS, D // 2)
+        y = joined(even, joined_4(x1, x3, x5, x7, ROWS, D // 2), ROWS, D) * 64.0
+        code = tl.load(block_row[:, None] + tl.arange(0, D // 16)[None, :], mask=keep, other=0).to(tl.int32)
+        y = tl.reshape(tl.reshape(y, (ROWS, D // 16, 16)) * e4m3_value(code)[:, :, None], (ROWS, D))
+    else:
+        tl.static_assert(FORMAT == "bf16" or FORMAT == "fp16")
+        word = tl.load(row[:, None] + tl.arange(0, D // 2)[None, :], mask=keep, other=0)
+        if FORMAT == "bf16":
+            x0 = (word << 16).to(tl.float32, bitcast=True)
+            x1 = (word & -65536).to(tl.float32, bitcast=True)
+        else:
+            x0 = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            x1 = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = joined(x0, x1, ROWS, D)
+    return y
