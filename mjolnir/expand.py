@@ -46,7 +46,7 @@ def expand_pages(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     *,
-    k_format: str,
+    kv_format: str,
     v_format: str | None = None,
     out_format: str = "bf16",
     k_out_scale: torch.Tensor | None = None,
@@ -67,7 +67,7 @@ def expand_pages(
             on a GPU; PyTorch raises.
         k_cache, v_cache, k_scale, v_scale, k_block_scale, v_block_scale: as ``write_kv`` takes them.
         k_out, v_out: (pages, page_size, h_k, d) views of bf16, fp16 or fp8, of the cache's page size.
-        k_format, v_format: of the cache; V's is K's where it is not given.
+        kv_format, v_format: of the cache; None: V has K's.
         out_format: "bf16", "fp16" or "fp8".
         k_out_scale, v_out_scale: descales of the output, as k_scale; None: 1, for 16-bit outputs only.
         out_pages: (n,) output pages, of the dtype of ``pages``; None: 0 … n − 1.
@@ -95,12 +95,12 @@ def expand_pages(
         out_pages = torch.arange(len(pages), dtype=pages.dtype, device=device)
     check_tensor("out_pages", out_pages, **page_ids | {"dtype": pages.dtype, "shape": pages.shape})  # type: ignore[arg-type]
     many = len(pages) * k_cache.shape[1] > MANY_ROWS
-    asked = (k_format, v_format, out_format, pages.dtype, many,
+    asked = (kv_format, v_format, out_format, pages.dtype, many,
              *(layout_of(tensor) for side in sides for part in (side.cache, side.out) for tensor in part))  # fmt: skip
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, k_format, v_format or k_format, out_format)
+        layout = check_layout(sides, kv_format, v_format or kv_format, out_format)
     if not len(pages):
         return
     if device.type == "cuda" and has_triton():
@@ -134,8 +134,7 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str, out_for
     if head_size < 1 or head_size & (head_size - 1):
         raise ValueError(f"k_out must have rows of a power of two elements, got {head_size}")
     sources, targets = [], []
-    for name, side, kv_format in (("k", sides[0], k_format), ("v", sides[1], v_format)):
-        fmt = get_format(kv_format)
+    for name, side, fmt in (("k", sides[0], get_format(k_format)), ("v", sides[1], get_format(v_format, "v_format"))):
         sources.append(Pages.check(name, side.cache, fmt, num_kv_heads, head_size, device))
         targets.append(Pages.check(name, side.out, out_fmt, num_kv_heads, head_size, device, suffix="_out"))
     for name, pages, expected in (

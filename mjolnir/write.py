@@ -55,7 +55,7 @@ def write_kv(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     *,
-    k_format: str = "fp8",
+    kv_format: str = "fp8",
     v_format: str | None = None,
     k_block_scale: torch.Tensor | None = None,
     v_block_scale: torch.Tensor | None = None,
@@ -78,7 +78,7 @@ def write_kv(
             on a GPU; PyTorch raises.
         k_scale, v_scale: fp32 descales, finite: 1 element, (h_k,), or (h_k, d) per channel, which a runner takes back
             through ``q_mul`` and ``o_mul``.
-        k_format, v_format: names in ``mjolnir.formats``; V's is K's where it is not given.
+        kv_format, v_format: names in ``mjolnir.formats``, of K and of V; None: V has K's.
         k_block_scale, v_block_scale: (pages, page_size, h_k, d / 16) e4m3 or uint8 views, written too, of a format
             that has block scales (nvfp4): in the pages' own rows or in a tensor of their own, any strides.
 
@@ -91,12 +91,12 @@ def write_kv(
         Side(value, Cache(v_cache, v_scale, v_block_scale)),
     )
     tokens = len(slot_mapping) if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() else 0
-    asked = (k_format, v_format, tokens > MANY_ROWS, *(layout_of(s.rows, rows=False) for s in sides),
+    asked = (kv_format, v_format, tokens > MANY_ROWS, *(layout_of(s.rows, rows=False) for s in sides),
              *(layout_of(tensor) for s in sides for tensor in s.cache))  # fmt: skip
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, k_format, v_format or k_format)
+        layout = check_layout(sides, kv_format, v_format or kv_format)
     check_tensor("slot_mapping", slot_mapping, dtype=(torch.int32, torch.int64), ndim=1, device=key.device,
                  contiguous_rows=True)  # fmt: skip
     for name, rows in (("key", key), ("value", value)):
@@ -137,7 +137,10 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str) -> Layo
             f"key must have a power of two elements per KV head, got shape {tuple(key.shape)} for {num_kv_heads} heads"
         )
     pages, strides = [], []
-    for name, side, kv_format in (("key", sides[0], k_format), ("value", sides[1], v_format)):
+    for name, side, fmt in (
+        ("key", sides[0], get_format(k_format)),
+        ("value", sides[1], get_format(v_format, "v_format")),
+    ):
         rows = side.rows
         check_tensor(name, rows, dtype=key.dtype, ndim=(2, 3), device=key.device, contiguous_rows=True)
         if tuple(rows.shape[1:]) not in ((num_kv_heads, head_size), (num_kv_heads * head_size,)):
@@ -145,7 +148,6 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str) -> Layo
                 f"{name} must have shape (tokens, {num_kv_heads}, {head_size}) or (tokens, "
                 f"{num_kv_heads * head_size}), got {tuple(rows.shape)}"
             )
-        fmt = get_format(kv_format)
         pages.append(Pages.check(name[0], side.cache, fmt, num_kv_heads, head_size, key.device))
         strides.append((rows.stride(0), rows.stride(1) if rows.dim() == 3 else head_size))
     k_pages, v_pages = pages

@@ -31,7 +31,7 @@ def arguments(name: str, out_name: str, scale: float, out_scale: float | None = 
         "v_out": target.v.codes,
         "k_scale": source.k.scale,
         "v_scale": source.v.scale,
-        "k_format": name,
+        "kv_format": name,
         "out_format": out_name,
         "k_out_scale": descale,
         "v_out_scale": descale,

@@ -76,7 +76,7 @@ def kernel_write(key: torch.Tensor, value: torch.Tensor, pool: Pool, slots: torc
     if key.is_cuda:
         write.write_kv(
             key, value, pool.k.codes, pool.v.codes, slots, pool.k.scale, pool.v.scale,
-            k_format=formats[0], v_format=formats[1],
+            kv_format=formats[0], v_format=formats[1],
             k_block_scale=pool.k.block_scale, v_block_scale=pool.v.block_scale,
         )  # fmt: skip
         return
@@ -219,7 +219,7 @@ def check_expansion_case(
         if torch.device(to).type == "cuda":
             expand.expand_pages(
                 pages, source.k.codes, source.v.codes, target.k.codes, target.v.codes, source.k.scale, source.v.scale,
-                k_format=names[0], v_format=names[1], out_format=out_name,
+                kv_format=names[0], v_format=names[1], out_format=out_name,
                 k_out_scale=target.k.scale, v_out_scale=target.v.scale, out_pages=out_pages,
                 k_block_scale=source.k.block_scale, v_block_scale=source.v.block_scale,
             )  # fmt: skip
