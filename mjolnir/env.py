@@ -36,7 +36,17 @@ COMMIT = Knob(
     "commit hash that results name where the package runs without its git checkout: unset = none is named",
 )
 
-KNOBS: tuple[Knob, ...] = (KERNEL_CACHE, COMMIT)
+VLLM_FALLBACK = Knob(
+    "MJOLNIR_VLLM_FALLBACK",
+    "backend of vLLM under Mjolnir's, for prefill and for what Mjolnir does not run: unset = FLASH_ATTN",
+)
+
+VLLM_SHADOW = Knob(
+    "MJOLNIR_VLLM_SHADOW",
+    "N: check every Nth decode step against the oracle, slowly and without full CUDA graphs: unset or 0 = never",
+)
+
+KNOBS: tuple[Knob, ...] = (KERNEL_CACHE, COMMIT, VLLM_FALLBACK, VLLM_SHADOW)
 
 
 def kernel_cache_folder() -> Path | None:
@@ -50,3 +60,15 @@ def kernel_cache_folder() -> Path | None:
     if value is None:
         return Path(platformdirs.user_cache_dir("mjolnir", appauthor=False)) / "kernels"
     return Path(os.path.abspath(os.path.expanduser(value)))
+
+
+def vllm_shadow_every() -> int:
+    """N of MJOLNIR_VLLM_SHADOW, 0 where there are no checks.
+
+    Raises:
+        ValueError: it is no integer, or negative.
+    """
+    value = VLLM_SHADOW.read() or "0"
+    if not value.isascii() or not value.isdigit():
+        raise ValueError(f"{VLLM_SHADOW.name} must be an integer of at least 0, got {value!r}")
+    return int(value)

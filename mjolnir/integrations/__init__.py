@@ -1,0 +1,1 @@
+"""Mjolnir inside serving engines. Nothing here is imported by the rest of the package."""

@@ -1,0 +1,134 @@
+"""Everything that depends on vLLM's release: 0.26, run on a GPU, and 0.33, checked against its sources.
+
+The backend derives from the fallback's classes, so what a release adds, drops or renames in a backend is inherited:
+cache shapes and layouts, specs, kernel block sizes, the cache write. What is left are the few calls below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from mjolnir import env
+from mjolnir.integrations.vllm.plugin import OWN_NAME
+from mjolnir.layouts import KVLayout
+
+TESTED = ("0.26", "0.33")
+DEFAULT_FALLBACK = "FLASH_ATTN"
+
+CACHE_LAYOUTS = dict.fromkeys(("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), KVLayout.BHN2D)
+"""Logical layout of the cache tensors of these backends, in both releases; that of others follows from the shape."""
+
+_PER_REQUEST = frozenset(
+    {
+        "seq_lens",
+        "block_table_tensor",
+        "seq_lens_cpu_upper_bound",
+        "is_prefilling",
+        "req_idx",
+        "_seq_lens_cpu",
+        "_num_computed_tokens_cpu",
+    }
+)
+_PER_TOKEN = frozenset({"slot_mapping", "positions"})
+_CACHES = frozenset({"_num_computed_tokens_cache", "_token_to_req_indices_cache"})
+_KEPT = frozenset({"max_query_len", "max_seq_len", "causal"})
+_RESET = frozenset({"query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens"})
+
+
+def fallback_name() -> str:
+    """The backend underneath.
+
+    Raises:
+        ValueError: MJOLNIR_VLLM_FALLBACK names Mjolnir itself.
+    """
+    name = (env.VLLM_FALLBACK.read() or DEFAULT_FALLBACK).upper()
+    if name in ("CUSTOM", OWN_NAME):
+        raise ValueError(f"{env.VLLM_FALLBACK.name} must name a backend of vLLM other than Mjolnir, got {name!r}")
+    return name
+
+
+def fallback_backend() -> Any:
+    """Its class.
+
+    Raises:
+        ValueError: vLLM has no backend of that name.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[fallback_name()].get_class()
+
+
+def uniform_graphs_at_most(support: Any, allowed: bool) -> Any:
+    """A builder's ``AttentionCGSupport``, capped: full graphs hold steps of one q_len only, or there are none."""
+    cap = type(support).UNIFORM_BATCH if allowed else type(support).NEVER
+    return support if support.value <= cap.value else cap
+
+
+def engine_reasons(vllm_config: Any, impl: Any, fallback: Any) -> tuple[str, ...]:
+    """Reasons for which no layer of this engine can decode on Mjolnir. ``vllm_config`` is None in some tests."""
+    import vllm.envs as envs
+
+    model = getattr(vllm_config, "model_config", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    found = {
+        "decode context parallelism": getattr(impl, "dcp_world_size", 1) > 1,
+        "prefill context parallelism": getattr(impl, "pcp_world_size", 1) > 1,
+        "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
+        "bidirectional multimodal prefixes": bool(getattr(model, "is_mm_prefix_lm", False)),
+        "reference sliding window": getattr(model, "rswa_window", None) is not None,
+        "adaptive verification": bool(getattr(speculative, "enable_adaptive_verification", False)),
+        "a fallback that writes the cache inside its attention": fallback.forward_includes_kv_cache_update,
+    }
+    return tuple(reason for reason, holds in found.items() if holds)
+
+
+def speculative_tokens(vllm_config: Any) -> int:
+    """Draft tokens that a step may verify per request."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.num_speculative_tokens is None:
+        return 0
+    return speculative.num_speculative_tokens * (2 if getattr(speculative, "parallel_drafting", False) else 1)
+
+
+def attention_layers(vllm_config: Any, layer_names: list[str]) -> dict[str, Any]:
+    """The layers of these names, as far as vLLM knows them."""
+    known = vllm_config.compilation_config.static_forward_context
+    return {name: known[name] for name in layer_names if name in known}
+
+
+def quantise_query(query: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Q (tokens, heads, d) as vLLM's layer quantises it for a backend that takes fp8 queries: by its static scales, one
+    for all heads or one per group of heads."""
+    from vllm import _custom_ops as ops
+
+    scale = layer._q_scale
+    group = (-1, query.shape[1] * query.shape[2] // scale.numel()) if scale.numel() > 1 else None
+    codes, _ = ops.scaled_fp8_quant(query.flatten(1), scale, group_shape=group)
+    return codes.view(query.shape)
+
+
+def rest_of(common: Any, num_seqs: int, num_tokens: int) -> Any | None:
+    """``CommonAttentionMetadata`` of what follows the first num_seqs requests and num_tokens tokens; None where the
+    step carries something that is not known to be cut so. Makes one device tensor and waits for nothing."""
+    cut: dict[str, Any] = {
+        "query_start_loc": common.query_start_loc[num_seqs:] - num_tokens,
+        "query_start_loc_cpu": common.query_start_loc_cpu[num_seqs:] - num_tokens,
+        "num_reqs": common.num_reqs - num_seqs,
+        "num_actual_tokens": common.num_actual_tokens - num_tokens,
+    }
+    for field in dataclasses.fields(common):
+        name, value = field.name, getattr(common, field.name)
+        if name in _CACHES:
+            cut[name] = None
+        elif value is None or name in _KEPT or name in _RESET:
+            continue
+        elif name in _PER_REQUEST:
+            cut[name] = value[num_seqs:]
+        elif name in _PER_TOKEN:
+            cut[name] = value[num_tokens:]
+        else:
+            return None
+    return dataclasses.replace(common, **cut)

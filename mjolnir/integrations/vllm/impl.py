@@ -1,0 +1,161 @@
+"""The layer: the part of a step that decodes runs its plan, everything else the fallback's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mjolnir.integrations.vllm import compat, shadow
+from mjolnir.integrations.vllm.builder import STEP
+from mjolnir.integrations.vllm.decoder import Step
+from mjolnir.integrations.vllm.eligibility import FP8_NAMES, LayerFacts, LayerShape, why_not
+from mjolnir.layouts import detect_kv_layout, split_kv_cache
+
+
+class DecodeImpl:
+    """Mixin in front of an ``AttentionImpl`` of vLLM's. Writing the cache stays the fallback's.
+
+    vLLM quantises queries to fp8 for backends that take them so. Mjolnir reads them in 16 bits, so a layer that can
+    decode here gets its queries unquantised, and they are quantised here for the fallback.
+
+    Attributes:
+        mjolnir_reason: why the layer cannot decode here; None where it can. The builder knows more and may set it.
+        mjolnir_shape: of the runner it needs; None where it cannot decode here.
+    """
+
+    fallback: Any = None  # the backend class underneath
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: Any = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,  # type: ignore[call-arg]
+            logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra,
+        )  # fmt: skip
+        from vllm.config import get_current_vllm_config_or_none
+
+        facts = LayerFacts(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),  # the model's, while vLLM makes its layers
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=str(getattr(attn_type, "value", attn_type)),
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            has_alibi=alibi_slopes is not None,
+            has_sinks=extra.get("sinks") is not None,
+            other=tuple(name for name, value in extra.items() if name != "sinks" and value not in (None, False, -1)),
+            engine=compat.engine_reasons(get_current_vllm_config_or_none(), self, self.fallback),
+        )
+        self.mjolnir_reason = why_not(facts)
+        self.mjolnir_shape: LayerShape | None = None if self.mjolnir_reason else facts.shape()
+        self._quantises_query = False
+        if self.mjolnir_shape is not None:
+            self._quantises_query = bool(self.supports_quant_query_input) and kv_cache_dtype in FP8_NAMES
+            self.supports_quant_query_input = False  # read once, by the layer that owns this
+        self._views: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._one: torch.Tensor | None = None
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Not where the layer can decode here: Mjolnir writes O in the model's dtype."""
+        if self.mjolnir_shape is not None:
+            return False
+        return bool(super().fused_output_quant_supported(quant_key))  # type: ignore[misc]
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        step: Step | None = getattr(attn_metadata, STEP, None)
+        if step is None or self.mjolnir_reason is not None or self.mjolnir_shape not in step.plans:
+            return self._fall_back(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("mjolnir does not quantise its output")
+        self._decode(step, layer, query, kv_cache, output)
+        if step.rest is not None:
+            done = step.part.num_tokens
+            self._fall_back(
+                layer,
+                query[done:],
+                None if key is None else key[done:],
+                None if value is None else value[done:],
+                kv_cache,
+                step.rest,
+                output[done:],
+            )
+        return output
+
+    def _decode(
+        self, step: Step, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        plan = step.plans[self.mjolnir_shape]  # type: ignore[index]
+        k_cache, v_cache = self._split(kv_cache, plan.runner.page_size)
+        k_scale, v_scale = self._scales(layer, kv_cache.device)
+        rows, result = query, output
+        if step.gather is not None:
+            rows = query.index_select(0, step.gather)
+            result = torch.empty_like(rows)
+        plan.runner.run(plan, rows, result, k_cache, v_cache, k_scale, v_scale, self.scale)
+        if step.is_shadowed:
+            shadow.check(plan, rows, result, k_cache, v_cache, k_scale, v_scale, self.scale, layer.layer_name)
+        if step.scatter is not None:
+            torch.index_select(result, 0, step.scatter, out=output[: step.part.num_tokens])
+
+    def _fall_back(self, layer: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
+        attn_metadata = args[3]
+        if self._quantises_query and attn_metadata is not None:
+            self.supports_quant_query_input = True
+            query = compat.quantise_query(query, layer)
+        out: torch.Tensor = super().forward(layer, query, *args)  # type: ignore[misc]
+        return out
+
+    def _split(self, kv_cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the layer's cache, made once."""
+        if self._views is None or self._views[0] is not kv_cache:
+            shape = self.mjolnir_shape
+            if shape is None:
+                raise RuntimeError(f"the layer does not decode here: {self.mjolnir_reason}")
+            layout = detect_kv_layout(
+                kv_cache.shape,
+                shape.num_kv_heads,
+                page_size,
+                shape.head_size,
+                compat.CACHE_LAYOUTS.get(compat.fallback_name()),
+            )
+            self._views = (kv_cache, *split_kv_cache(kv_cache, layout, shape.head_size))
+        return self._views[1], self._views[2]
+
+    def _scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's descales. vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
+        if self.mjolnir_shape is not None and self.mjolnir_shape.kv_format == "fp8":
+            return layer._k_scale, layer._v_scale
+        if self._one is None or self._one.device != device:
+            self._one = torch.ones(1, dtype=torch.float32, device=device)
+        return self._one, self._one
+
+    # What the fallback's class brings.
+    scale: float
+    supports_quant_query_input: bool

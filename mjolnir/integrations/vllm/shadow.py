@@ -1,0 +1,69 @@
+"""Decode results against the fp64 oracle, while serving: a check for doubt, not for speed.
+
+A checked layer copies the pages of two sequences to the host and computes them from the definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import torch
+
+from mjolnir.integrations.vllm.counters import COUNTERS
+from mjolnir.reference import decode_attention_oracle
+from mjolnir.runner import StepPlan
+from mjolnir.verify.compare import compare
+
+logger = logging.getLogger(__name__)
+
+SEQS_PER_CHECK = 2
+CHECKED, DIFFERS = "shadow check", "shadow check failed"
+
+_turn = itertools.count()
+
+
+def check(
+    plan: StepPlan,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    softmax_scale: float,
+    layer_name: str,
+) -> None:
+    """Compare what ``DecodeRunner.run`` has just done for two of its sequences, which move on from check to check.
+
+    Takes that call's arguments and its result, out of shape (tokens, h_q, d). Counts the check; where a bound of
+    ``mjolnir verify`` is exceeded, counts that and logs an error.
+    """
+    first = next(_turn) * SEQS_PER_CHECK
+    fmt = plan.runner.kv_format
+    for seq in sorted({(first + i) % plan.num_seqs for i in range(min(SEQS_PER_CHECK, plan.num_seqs))}):
+        length = int(plan.seq_lens[seq])
+        pages = plan.block_table[seq, : -(-length // plan.runner.page_size)].long()
+        rows = slice(seq * plan.q_len, (seq + 1) * plan.q_len)
+        expected, lse = decode_attention_oracle(
+            query[rows].cpu(),
+            k_cache[pages].view(fmt.storage_dtype).cpu(),
+            v_cache[pages].view(fmt.storage_dtype).cpu(),
+            _of_sequence(k_scale, seq).cpu(),
+            _of_sequence(v_scale, seq).cpu(),
+            torch.arange(len(pages)).view(1, -1),
+            torch.tensor([length]),
+            q_len=plan.q_len,
+            softmax_scale=softmax_scale,
+            causal=plan.causal,
+            kv_format=fmt.name,
+        )
+        faults = compare(out[rows].cpu(), lse, expected, lse).faults(out.dtype)
+        COUNTERS.record(CHECKED)
+        if faults:
+            COUNTERS.record(DIFFERS)
+            logger.error("mjolnir: %s, sequence %d of %d tokens: %s", layer_name, seq, length, "; ".join(faults))
+
+
+def _of_sequence(scale: torch.Tensor, seq: int) -> torch.Tensor:
+    return scale[seq : seq + 1] if scale.dim() == 2 and scale.numel() > 1 else scale
