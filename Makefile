@@ -17,7 +17,7 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 comma := ,
 DEMO_EXTRAS := demo$(if $(GPU),$(comma)cuda)
 
-.PHONY: demo test check compile-check format clean
+.PHONY: demo test check compile-check vllm-check format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mjolnir demo "$(PROMPT)" $(ARGS)
@@ -34,12 +34,16 @@ check: $(VENV)/.dev
 compile-check: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests/test_kernel_compile.py $(ARGS)
 
+# The vLLM backend inside vLLM's own Python code, of both releases; fetches their sources (300 MB in all, once).
+vllm-check: $(VENV)/.dev
+	scripts/vllm_check.sh $(BIN)/python
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A CUDA torch that $(PYTHON) already has is used as it is; otherwise torch goes into .venv.
 $(VENV)/.torch:
