@@ -268,7 +268,8 @@ def make_folder(folder: Path) -> Path:
 
     folder.mkdir()
     archive(setup.FLASHINFER, {"flashinfer/__init__.py": "x = 1", "flashinfer/data/csrc/a.cu": "a"})
-    archive(setup.FLASHINFER_MODULES, {"aot/m/m.so": "m"})
+    archive("flashinfer_aot.tar.xz", {"aot/m/m.so": "m"})
+    archive("flashinfer_aot_more.tar.xz", {"aot/n/n.so": "n"})
     with lzma.open(folder / setup.FA3, "wb") as library:
         library.write(b"fa3")
     with zipfile.ZipFile(folder / "a-1-py3-none-any.whl", "w") as wheel:
@@ -284,9 +285,9 @@ def test_a_folder_is_unpacked_once(tmp_path, monkeypatch):
     site = setup.unpack(folder, cache)
     read = {path: (site.root / path).read_text() for path in (
         "packages/flashinfer/__init__.py", "packages/flashinfer/data/aot/m/m.so", "wheels/a.py", "src/vllm/__init__.py",
-        "fa3/_C.abi3.so",
+        "fa3/_C.abi3.so", "packages/flashinfer/data/aot/n/n.so",
     )}  # fmt: skip
-    assert list(read.values()) == ["x = 1", "m", "y = 2", "z = 3", "fa3"]
+    assert list(read.values()) == ["x = 1", "m", "y = 2", "z = 3", "fa3", "n"]
     assert os.access(site.root / "src" / "vllm", os.W_OK)
     monkeypatch.setattr(setup, "_extract", lambda *_: pytest.fail("unpacked again"))
     assert setup.unpack(folder, cache) == site

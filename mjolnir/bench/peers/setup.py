@@ -20,7 +20,7 @@ import platformdirs
 
 logger = logging.getLogger(__name__)
 
-FLASHINFER, FLASHINFER_MODULES, FA3 = "flashinfer_slim.tar.xz", "flashinfer_aot.tar.xz", "fa3_C.abi3.so.xz"
+FLASHINFER, FLASHINFER_MODULES, FA3 = "flashinfer_slim.tar.xz", "flashinfer_aot*.tar.xz", "fa3_C.abi3.so.xz"
 SOURCES = "src"
 ARCH = "9.0a"
 """What FlashInfer builds for; the peers' binaries are Hopper's too."""
@@ -61,8 +61,8 @@ def unpack(folder: Path, cache: Path | None = None) -> Site:
     """Unpack a folder of peers unless that has been done.
 
     Args:
-        folder: flashinfer_slim.tar.xz, fa3_C.abi3.so.xz, src/ with the packages vllm and sglang; also
-            flashinfer_aot.tar.xz and wheels, if they are there.
+        folder: flashinfer_slim.tar.xz, fa3_C.abi3.so.xz, src/ with the packages vllm and sglang; also archives
+            flashinfer_aot*.tar.xz and wheels, if they are there.
         cache: where to; None: the user's cache folder.
 
     Raises:
@@ -78,8 +78,8 @@ def unpack(folder: Path, cache: Path | None = None) -> Site:
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = Site(Path(tempfile.mkdtemp(dir=cache)))
     _extract(folder / FLASHINFER, partial.packages)
-    if (folder / FLASHINFER_MODULES).exists():
-        _extract(folder / FLASHINFER_MODULES, partial.packages / "flashinfer" / "data")
+    for modules in folder.glob(FLASHINFER_MODULES):
+        _extract(modules, partial.packages / "flashinfer" / "data")
     partial.wheels.mkdir()
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
