@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -40,7 +39,9 @@ class Xqa:
 
         shape, batch = case.shape, len(case.shape.lens)
         self.modules.wait(self.module(shape))
-        workspace, semaphores = _buffers(case.device)
+        # New for each case: they must be zero, which a launch that failed may not have left them.
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=case.device)
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=case.device).view(torch.uint32)
         seq_lens = case.seq_lens.view(torch.uint32).unsqueeze(1)
         drafts: dict[str, Any] = {}
         query = case.query.view(batch, 1, shape.heads_q, shape.head_dim) if shape.q_len == 1 else None
@@ -72,10 +73,3 @@ class Xqa:
             return outs[slot]
 
         return Prepared(call)
-
-
-@functools.cache
-def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Workspace and semaphores, which start at zero and return to it."""
-    semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device).view(torch.uint32)
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device), semaphores
