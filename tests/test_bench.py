@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mjolnir import cli
-from mjolnir.bench import measure, report, timing
+from mjolnir.bench import command, measure, report, timing
 from mjolnir.bench.case import Case
 from mjolnir.bench.command import Options, done, in_order, write
 from mjolnir.bench.gates import fastest_peer, gates
@@ -559,6 +560,57 @@ def test_rows_that_are_done_are_kept_in_the_suite_s_order(tmp_path):
                          ("knobs", (top, Options("quick", knobs=Knobs(pdl=False))))):  # fmt: skip
         with pytest.raises(ValueError, match=f"skip_done must go on with a report of {what}"):
             done(loaded, *others)
+
+
+@pytest.fixture
+def fake_run(monkeypatch):
+    """``measure.run`` of the first shape only, as if the budget had been spent; what it was given."""
+    seen = []
+
+    def run(shapes, device, *, save, **options):
+        seen.append(([shape.name for shape in shapes], options))
+        outcome = measure.Outcome()
+        if shapes:
+            names = [peer.name for peer in options["peers"]]
+            outcome.rows.append(example(name=shapes[0].name, peers=dict.fromkeys(names, 1.0),
+                                        peer_rel_err=dict.fromkeys(names, 0.0)))  # fmt: skip
+            save(outcome)
+            outcome.skipped = [shape.name for shape in shapes[1:]]
+        return outcome
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "header", lambda device: {"source": "s", "device": str(device)})
+
+    def load(folder, shapes, names):
+        return [types.SimpleNamespace(name=name) for name in names]
+
+    monkeypatch.setattr(command.peers, "load", load)
+    return seen
+
+
+def test_a_run_that_was_cut_goes_on(fake_run, tmp_path):
+    path, options = tmp_path / "decode.json", Options("quick", peers=("fa3",))
+    names = [shape.name for shape in options.shapes()]
+    for count in range(1, 4):
+        report = command.run_bench(options, peers_folder=tmp_path, json_path=path, skip_done=True)
+        saved = Report.load(path)
+        assert [row.name for row in saved.rows] == [row.name for row in report.rows] == names[:count]
+        assert report.skipped == names[count:] and report.seconds >= saved.seconds >= 0
+        assert fake_run[-1][0] == names[count - 1 :]
+    command.run_bench(dataclasses.replace(options, shard="2/2"), peers_folder=tmp_path, json_path=path, skip_done=True)
+    assert fake_run[-1][0] == names[3::2], "the second of the first three is in that shard, and done"
+    command.run_bench(options, peers_folder=tmp_path, json_path=path)
+    assert fake_run[-1][0] == names and len(Report.load(path).rows) == 1, "from the beginning"
+
+
+def test_a_run_with_peers_needs_their_folder(fake_run, tmp_path):
+    with pytest.raises(ValueError, match="peers need a folder, and a folder peers"):
+        command.run_bench(Options("quick", peers=("fa3",)))
+    with pytest.raises(ValueError, match="skip_done needs json_path"):
+        command.run_bench(Options("quick"), skip_done=True)
+    assert not fake_run
 
 
 # Command line
