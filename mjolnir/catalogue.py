@@ -1,7 +1,7 @@
 """The variants that a runner asks for: what ``mjolnir compile`` builds and what CI compile-checks.
 
-A runner can ask for others: a query of another dtype than its output, its own ring depth or CTAs per SM, no PDL. Those
-compile when first used, or by their full name.
+A runner can ask for others: a query of another dtype than its output, K and V of two formats, its own ring depth or
+CTAs per SM, no PDL. Those compile when first used, or by their full name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from mjolnir.variant import HEAD_SIZES, ROW_CLASSES, Variant
 
 QUERIES = {
     "fp8": (("bf16", False), ("fp16", False)),
+    "e2m3": (("bf16", False), ("fp16", False)),
+    "nvfp4": (("bf16", False), ("fp16", False)),
     "bf16": (("bf16", False), ("bf16", True)),
     "fp16": (("fp16", False),),
 }
 """Per KV format, (dtype of Q and O, q_split). Q and O have the model's dtype, and so has a 16-bit cache; over a bf16
-cache, Q times q_mul is split in two terms."""
+cache, Q times q_mul is split in two terms. fp8_e5m2, which engines hardly use, is left to demand."""
 
 _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{'|'.join(FORMATS)})(?:_v_(?P<v_format>{'|'.join(FORMATS)}))?_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"

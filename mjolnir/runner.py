@@ -314,6 +314,8 @@ class DecodeRunner:
             v_scale.data_ptr(),
             q_mul.data_ptr() if q_mul is not None else 0,
             o_mul.data_ptr() if o_mul is not None else 0,
+            k_block_scale.data_ptr() if k_block_scale is not None else 0,
+            v_block_scale.data_ptr() if v_block_scale is not None else 0,
             plan.block_table.stride(0),
             plan.block_table.shape[1] * self.page_size,
             softmax_scale,

@@ -18,6 +18,7 @@ from mjolnir.catalogue import all_variants
 from mjolnir.compiler.build import dsl_missing_reason
 from mjolnir.compiler.inspect import KernelReport, find_cuobjdump, inspect_variant
 from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
 pytestmark = pytest.mark.skipif(
@@ -34,14 +35,17 @@ COMMON = (
     "SYNCS.PHASECHK.TRANS64.TRYWAIT",  # and mbarriers say when
     "MOVM.16.MT88",  # P turns in the warp
 )
-MMA = {"fp8": "HMMA.16816.F32", "fp16": "HMMA.16816.F32", "bf16": "HMMA.16816.F32.BF16"}
-MMA_DTYPE = {"fp8": "F16", "fp16": "F16", "bf16": "BF16"}
+MMA = {"f16": "HMMA.16816.F32", "bf16": "HMMA.16816.F32.BF16"}
+E4M3_TO_F16 = "F2FP.F16.E4M3.UNPACK_B"
 PDL = ("ACQBULK", "PREEXIT")  # griddepcontrol.wait and .launch_dependents
 
 REPRESENTATIVES = [
     Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8),
     Variant("sm_90a", "fp8", "fp16", "fp16", 64, 64, split=False, pdl=False),
     Variant("sm_90a", "bf16", "bf16", "bf16", 128, 8, q_split=True),
+    Variant("sm_90a", "e2m3", "bf16", "bf16", 128, 8),
+    Variant("sm_90a", "nvfp4", "bf16", "bf16", 128, 8),
+    Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, v_format="nvfp4"),
 ]
 
 
@@ -90,9 +94,12 @@ def test_kernel_is_made_of_what_it_says(variant, report_of):
     assert not report.spills
     assert report.registers <= 168
     check_resources(variant, report)
-    for instruction in (*COMMON, MMA[variant.kv_format], f"F2FP.{MMA_DTYPE[variant.kv_format]}.F32.PACK_AB"):
+    mma_dtype = UNPACK[variant.kv_format].mma_dtype
+    for instruction in (*COMMON, MMA[mma_dtype], f"F2FP.{mma_dtype.upper()}.F32.PACK_AB"):
         assert report.count(instruction) > 0, instruction
-    assert (report.count("F2FP.F16.E4M3.UNPACK_B") > 0) == (variant.kv_format == "fp8")
+    formats = {variant.kv_format, variant.v_format or variant.kv_format}
+    assert (report.count(E4M3_TO_F16) > 0) == bool(formats & {"fp8", "nvfp4"})
+    assert (report.count("LDGSTS") > 0) == ("nvfp4" in formats)  # block scales
     for instruction in PDL:
         assert (report.count(instruction) > 0) == variant.pdl, instruction
 
@@ -125,8 +132,8 @@ def test_ring_fits_the_arch(arch):
         geometry = Geometry.of(variant)
         assert geometry.ctas_per_sm * (geometry.smem_bytes + RESERVED_SMEM) <= SMEM_PER_SM[arch], variant.name
         assert geometry.stages % geometry.kv_groups == 0, variant.name
-        boxes = 2 * geometry.panels * geometry.tile // 16  # of the smallest pages: a lane of the producer for each
-        assert boxes <= WARP, variant.name
+        panels = max(geometry.k.panels, geometry.v.panels)
+        assert 2 * panels * geometry.tile // 16 <= WARP, variant.name  # boxes of the smallest pages: a lane each
     common = Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8))
     assert common.stages * common.stage_bytes == 64 * KIB
     assert common.ctas_per_sm == (2 if SMEM_PER_SM[arch] > 2 * 64 * KIB else 1)

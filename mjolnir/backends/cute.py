@@ -163,6 +163,8 @@ class CuteBackend:
             *signature.v_strides,
             *signature.k_scale_strides,
             *signature.v_scale_strides,
+            *signature.k_block_strides,
+            *signature.v_block_strides,
             signature.num_pages,
             signature.page_size.bit_length() - 1,
             self.shape.num_kv_heads,
@@ -216,6 +218,8 @@ class Launch:
         v_scale: int,
         q_mul: int,
         o_mul: int,
+        k_block_scale: int,
+        v_block_scale: int,
         block_table_stride: int,
         max_len: int,
         softmax_scale: float,
@@ -223,5 +227,5 @@ class Launch:
     ) -> None:
         self.kernel(
             q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
-            block_table_stride, max_len, softmax_scale, *self.layout, self.grid, stream,
+            k_block_scale, v_block_scale, block_table_stride, max_len, softmax_scale, *self.layout, self.grid, stream,
         )  # fmt: skip

@@ -7,6 +7,15 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64
 
 
+class BlockScales(NamedTuple):
+    """Block scales of K or V; strides in bytes."""
+
+    base: Int64
+    token_stride: Int64
+    head_stride: Int64
+    page_stride: Int64
+
+
 class DecodeArgs(NamedTuple):
     """Addresses are bytes in device memory; strides count elements. The order is that of ``DecodeKernel.__call__``,
     which also takes what only the tensor maps need."""
@@ -42,3 +51,5 @@ class DecodeArgs(NamedTuple):
     l2_prefetch: Int32
     l2_policy: Int64
     softmax_scale: Float32
+    k_blocks: BlockScales
+    v_blocks: BlockScales

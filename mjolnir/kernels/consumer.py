@@ -33,6 +33,7 @@ class Consumer:
         """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
         geo = self.geo
         g, t = lane // 4, lane % 4
+        token = self.math.token_of(g)
         kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
         row0 = row_group * geo.rows_per_warp
         # B fragments of Q stay in this warp's part of the exchange buffer until the piece's O goes there.
@@ -54,20 +55,22 @@ class Consumer:
                 for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
                     token0 = begin + tile * geo.tile
                     k_tile = smem + mine * geo.stage_bytes
-                    v_tile = k_tile + geo.kv_tile_bytes
+                    v_tile = k_tile + geo.tile * geo.k.row_bytes
+                    k_scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
+                    v_scales = k_scales + geo.tile * geo.k.scale_bytes
                     ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
                     filled = filled ^ (Int32(1) << mine)
-                    scores = self.math.scores(k_tile, q_frags, g, t)
+                    scores = self.math.scores(k_tile, k_scales, q_frags, g, t)
                     if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
-                        self.clear_rows(v_tile, end - token0, lane)
+                        self.clear_rows(v_tile, v_scales, end - token0, lane)
                         for c in cutlass.range_constexpr(2 * geo.row_tiles):
                             q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
-                            seen = seq_len - (args.q_len - 1 - q_token) * args.causal - token0 - g
+                            seen = seq_len - (args.q_len - 1 - q_token) * args.causal - token0 - token
                             for i in cutlass.range_constexpr(geo.tile // 8):
                                 s = scores[c // 2][2 * i + c % 2]
                                 scores[c // 2][2 * i + c % 2] = s if 8 * i < seen else Float32(NEG_INF)
                     self.softmax.update(state, scores, mult)
-                    self.math.accumulate(v_tile, scores, state.acc, g, t)
+                    self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
                     cute.arch.sync_warp()
                     if lane == 0:
                         ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * mine)
@@ -115,18 +118,21 @@ class Consumer:
         mult = []
         for c in cutlass.range_constexpr(2 * geo.row_tiles):
             row_unscale = cute.arch.shuffle_sync(unscale[c // 2], (2 * t + c % 2) * 4)
-            scale = row_unscale * (factor * sign) * LOG2_E
+            scale = row_unscale * (factor * sign) * (LOG2_E * self.math.k_unpack.unscale)
             mult.append(cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN)))
         return mult
 
     @cute.jit
-    def clear_rows(self, v_tile, first, lane):
+    def clear_rows(self, v_tile, v_scales, first, lane):
         """Zero the rows of V from ``first`` on: dead rows may hold anything, and 0 * NaN must not reach O."""
         geo = self.geo
         for row in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
-            for panel in cutlass.range_constexpr(geo.panels):
-                if lane * 4 < geo.panel_bytes:
-                    ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.panel_bytes + lane * 4, Int32(0))
+            for panel in cutlass.range_constexpr(geo.v.panels):
+                if lane * 4 < geo.v.panel_bytes:
+                    ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.v.panel_bytes + lane * 4, Int32(0))
+            if cutlass.const_expr(geo.v.scale_bytes > 0):
+                if lane * 4 < geo.v.scale_bytes:
+                    ptx.sts_b32(v_scales + row * geo.v.scale_bytes + lane * 4, Int32(0))
         ptx.fence_proxy_async_shared()
         cute.arch.sync_warp()
 

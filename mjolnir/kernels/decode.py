@@ -21,11 +21,17 @@ import cutlass.experimental.cuda as cuda
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.args import DecodeArgs
+from mjolnir.kernels.args import BlockScales, DecodeArgs
 from mjolnir.kernels.consumer import Consumer
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.producer import Producer
 from mjolnir.variant import Variant
+
+SWIZZLES = {
+    128: cuda.TensorMapSwizzle.s128b,
+    64: cuda.TensorMapSwizzle.s64b,
+    0: cuda.TensorMapSwizzle.none,
+}
 
 
 class DecodeKernel:
@@ -40,7 +46,7 @@ class DecodeKernel:
     @cute.jit
     def __call__(
         self,
-        # Device addresses; 0 for an absent lse, q_mul or o_mul.
+        # Device addresses; 0 for an absent lse, q_mul, o_mul or block scales.
         q: Int64,
         k: Int64,
         v: Int64,
@@ -55,6 +61,8 @@ class DecodeKernel:
         v_scale: Int64,
         q_mul: Int64,
         o_mul: Int64,
+        k_block_scale: Int64,
+        v_block_scale: Int64,
         block_table_stride: Int64,
         max_len: Int32,
         softmax_scale: Float32,
@@ -74,6 +82,13 @@ class DecodeKernel:
         k_scale_head_stride: Int64,
         v_scale_seq_stride: Int64,
         v_scale_head_stride: Int64,
+        # Of block scales, in bytes.
+        k_block_token_stride: Int64,
+        k_block_head_stride: Int64,
+        k_block_page_stride: Int64,
+        v_block_token_stride: Int64,
+        v_block_head_stride: Int64,
+        v_block_page_stride: Int64,
         num_pages: Int32,
         log2_page: Int32,
         num_kv_heads: Int32,
@@ -88,21 +103,21 @@ class DecodeKernel:
         geo = self.geo
         page = Int32(1) << log2_page
         box_rows = cutlass.min(page, Int32(geo.tile))
-        # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
-        box_panels = Int32(geo.panels) if page >= geo.tile else Int32(1)
         maps = []
-        for base, token, head, page_stride in (
-            (k, k_token_stride, k_head_stride, k_page_stride),
-            (v, v_token_stride, v_head_stride, v_page_stride),
+        for operand, base, token, head, page_stride in (
+            (geo.k, k, k_token_stride, k_head_stride, k_page_stride),
+            (geo.v, v, v_token_stride, v_head_stride, v_page_stride),
         ):
+            # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
+            box_panels = Int32(operand.panels) if page >= geo.tile else Int32(1)
             maps.append(
                 cuda.create_tensor_map_tiled(
                     global_address=base,
                     dtype=cutlass.Uint8,
-                    global_dims=[geo.panel_bytes, page, geo.panels, num_kv_heads, num_pages],
-                    global_strides=[token, Int64(geo.panel_bytes // 16), head, page_stride],
-                    box_dims=[geo.panel_bytes, box_rows, box_panels, 1, 1],
-                    swizzle=cuda.TensorMapSwizzle.s128b if geo.panel_bytes == 128 else cuda.TensorMapSwizzle.s64b,
+                    global_dims=[operand.panel_bytes, page, operand.panels, num_kv_heads, num_pages],
+                    global_strides=[token, Int64(operand.panel_bytes // 16), head, page_stride],
+                    box_dims=[operand.panel_bytes, box_rows, box_panels, 1, 1],
+                    swizzle=SWIZZLES[operand.swizzle],
                     l2_promotion=cuda.TensorMapL2Promotion.none,
                 )
             )
@@ -138,6 +153,8 @@ class DecodeKernel:
             l2_prefetch,
             l2_policy,
             softmax_scale,
+            BlockScales(k_block_scale, k_block_token_stride, k_block_head_stride, k_block_page_stride),
+            BlockScales(v_block_scale, v_block_token_stride, v_block_head_stride, v_block_page_stride),
         )
         self.kernel(maps[0], maps[1], args).launch(
             grid=(grid, 1, 1),
@@ -165,7 +182,7 @@ class DecodeKernel:
         desc_k, desc_v = Int64(tma_k.get_ptr().toint()), Int64(tma_v.get_ptr().toint())
         if tid == 0:
             for s in cutlass.range_constexpr(geo.stages):
-                ptx.mbarrier_init(smem + geo.full_offset + 8 * s, Int32(1))
+                ptx.mbarrier_init(smem + geo.full_offset + 8 * s, Int32(geo.full_arrivals))
                 ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
             for box in cutlass.range_constexpr(2):
                 ptx.mbarrier_init(smem + geo.mail_full_offset + 8 * box, Int32(1))

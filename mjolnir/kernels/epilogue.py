@@ -16,6 +16,7 @@ from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState, weight_of
+from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
 LN_2 = 0.6931471805599453
@@ -35,6 +36,7 @@ class Epilogue:
         self.mult = smem + geo.mult_offset
         self.flag = smem + geo.flag_offset
         self.live_rows = args.q_len * args.group
+        self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
         self.threads = geo.consumer_warps * WARP
         thread = warp * WARP + lane
         self.element = thread % (geo.head_size // 4) * 4
@@ -66,9 +68,9 @@ class Epilogue:
     def exchange_word(self) -> Any:
         """Where ``share`` put this thread's elements: element 2 i + h of lane g's chunk."""
         geo = self.geo
-        run = geo.panel_elems // 8
-        panel = self.element // geo.panel_elems
-        inside = self.element % geo.panel_elems
+        run = geo.v.panel_elems // 8
+        panel = self.element // geo.v.panel_elems
+        inside = self.element % geo.v.panel_elems
         return (panel * (run // 2) + inside % run // 2) * 18 + inside // run * 2
 
     @cute.jit
@@ -129,6 +131,8 @@ class Epilogue:
         head = self.head * args.group + row % args.group
         # l is 0 where no key is seen; NaN must stay NaN.
         inverse = Float32(0.0) if l == 0.0 else ptx.rcp(l)
+        if cutlass.const_expr(self.v_unscale != 1.0):
+            inverse = inverse * self.v_unscale
         factors = [Float32(1.0)] * 4
         if args.o_mul != 0:
             factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.geo.head_size + self.element) * 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mjolnir.formats import get_format
+from mjolnir.formats import KvFormat, get_format
 from mjolnir.variant import Variant
 
 WARP = 32
@@ -34,16 +34,51 @@ TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 16, 32, 256
 
 
 @dataclasses.dataclass(frozen=True)
+class Operand:
+    """How K or V lies in a stage. A panel is the part of a row that one shared-memory row holds (at most 128 bytes,
+    which is what the TMA's swizzles are made for); panels lie one after the other, each with all tokens of the tile."""
+
+    bits: int
+    panel_bytes: int
+    panels: int
+    scale_bytes: int  # block scales of a row; 0: none
+
+    @classmethod
+    def of(cls, fmt: KvFormat, head_size: int) -> Operand:
+        row_bytes = fmt.row_bytes(head_size)
+        panels = -(-row_bytes // 128)
+        return cls(fmt.bits, row_bytes // panels, panels, fmt.scale_width(head_size))
+
+    @property
+    def row_bytes(self) -> int:
+        return self.panels * self.panel_bytes
+
+    @property
+    def panel_elems(self) -> int:
+        return self.panel_bytes * 8 // self.bits
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of the TMA's swizzle; 0: rows lie as they are (96, 48 and 32 bytes: see lanes.py)."""
+        return self.panel_bytes if self.panel_bytes in (64, 128) else 0
+
+    @property
+    def k_unit(self) -> int:
+        """Bytes of a K row that a lane unpacks at once. Six-bit codes come in 12 bytes at a time: a lane's quarter of
+        a row is that or twice that."""
+        quarter = self.panel_bytes // 4
+        return quarter if self.bits == 6 else min(16, quarter)
+
+
+@dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Static sizes. A panel is the part of a K or V row that one swizzled shared-memory row holds (at most
-    128 bytes); warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
+    """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
     stage and divide the q rows)."""
 
     head_size: int
     rows: int
-    panel_bytes: int
-    panel_elems: int
-    panels: int
+    k: Operand
+    v: Operand
     tile: int  # tokens per stage
     stages: int
     rows_per_warp: int
@@ -68,18 +103,25 @@ class Geometry:
 
     @classmethod
     def _with_ring(cls, variant: Variant, ring_bytes: int) -> Geometry:
-        bits = get_format(variant.kv_format).bits
         d, rows = variant.head_size, variant.rows
-        row_bytes = d * bits // 8
-        panel_bytes = min(128, row_bytes)
-        # 16 rows share the unpacking of a tile, which is what an 8-bit format costs; the accumulator then takes
-        # rows_per_warp * d / 32 registers a lane, 64 at d = 128.
-        rows_per_warp = 16 if rows >= 16 and d <= 128 and bits == 8 else 8
+        formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
+        k, v = (Operand.of(fmt, d) for fmt in formats)
+        token_bytes = k.row_bytes + v.row_bytes
+        # 16 rows share the unpacking of a tile, which is what formats of 8 bits and less cost; the accumulator then
+        # takes rows_per_warp * d / 32 registers a lane, 64 at d = 128.
+        rows_per_warp = 16 if rows >= 16 and d <= 128 and max(k.bits, v.bits) <= 8 else 8
         row_groups = rows // rows_per_warp
         # S takes rows_per_warp * tile / 32 registers a lane, too many beside O at 16 rows and 64 tokens.
-        tile = min(64 if rows_per_warp == 8 else 32, max(16, ring_bytes // RING_STAGES // (2 * row_bytes)))
-        stages = variant.stages or ring_bytes // (2 * row_bytes * tile)
+        fitting = 1 << (ring_bytes // RING_STAGES // token_bytes).bit_length() - 1
+        tile = min(64 if rows_per_warp == 8 else 32, max(16, fitting))
+        stages = variant.stages or ring_bytes // (token_bytes * tile)
         kv_groups = min(max(4, row_groups) // row_groups, stages)
+        if not variant.stages:
+            stages -= stages % kv_groups
+        starts = ((tile * token_bytes, max(k.swizzle, v.swizzle)), (tile * k.row_bytes, v.swizzle))
+        if any(at % max(1, 8 * swizzle) for at, swizzle in starts):
+            # A swizzle repeats every 8 rows of its width, counted from address 0.
+            raise ValueError(f"{variant.name}: tiles of {tile} tokens do not start where a swizzled tile may")
         if stages % kv_groups:
             # A warp owns its stages in every round; otherwise one a round ahead would wait on a stale parity.
             raise ValueError(f"stages = {stages}: expected a multiple of the {kv_groups} kv groups")
@@ -91,9 +133,8 @@ class Geometry:
         return cls(
             head_size=d,
             rows=rows,
-            panel_bytes=panel_bytes,
-            panel_elems=panel_bytes * 8 // bits,
-            panels=row_bytes // panel_bytes,
+            k=k,
+            v=v,
             tile=tile,
             stages=stages,
             rows_per_warp=rows_per_warp,
@@ -122,13 +163,19 @@ class Geometry:
         return self.head_size // 16
 
     @property
-    def kv_tile_bytes(self) -> int:
-        """K, or V, of one stage."""
-        return self.panels * self.tile * self.panel_bytes
+    def token_bytes(self) -> int:
+        """Codes of K and V of one token."""
+        return self.k.row_bytes + self.v.row_bytes
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * self.kv_tile_bytes
+        """K's tile, then V's."""
+        return self.tile * self.token_bytes
+
+    @property
+    def scale_stage_bytes(self) -> int:
+        """Block scales of one stage: K's, then V's."""
+        return self.tile * (self.k.scale_bytes + self.v.scale_bytes)
 
     @property
     def q_term_bytes(self) -> int:
@@ -146,12 +193,21 @@ class Geometry:
         words = self.m_tiles * 18
         return words + (4 - words) % 16
 
-    # Shared memory, in bytes from its 1024-aligned base: ring, exchange, (m, l), row scales, flag,
-    # mbarriers, mailbox.
+    @property
+    def full_arrivals(self) -> int:
+        """At the barrier of a full stage: the lane that issues the boxes and, for block scales, all that copy them."""
+        return 1 + (WARP if self.scale_stage_bytes else 0)
+
+    # Shared memory, in bytes from its 1024-aligned base: ring, block scales of the ring, exchange, (m, l), row scales,
+    # flag, mbarriers, mailbox.
+
+    @property
+    def scales_offset(self) -> int:
+        return self.stages * self.stage_bytes
 
     @property
     def exchange_offset(self) -> int:
-        return self.stages * self.stage_bytes
+        return self.scales_offset + self.stages * self.scale_stage_bytes
 
     @property
     def ml_offset(self) -> int:

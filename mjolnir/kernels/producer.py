@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.work import Mailbox, Work, first_stage, load_row, num_tiles, piece_of
 from mjolnir.plan import PLAN_COLUMNS
 from mjolnir.variant import Variant
@@ -52,13 +52,18 @@ class Producer:
         log2_rows = cutlass.min(args.log2_page, Int32(geo.tile.bit_length() - 1))
         box_rows = Int32(1) << log2_rows
         page_mask = (Int32(1) << args.log2_page) - 1
-        panel_boxes = Int32(1) if box_rows == geo.tile else Int32(geo.panels)
         is_v = lane & 1
+        panels = Int32(geo.k.panels)
+        if cutlass.const_expr(geo.v.panels != geo.k.panels):
+            panels = Int32(geo.v.panels) if is_v == 1 else panels
+        panel_boxes = Int32(1) if box_rows == geo.tile else panels
         panel = (lane >> 1) % panel_boxes
         box_row = ((lane >> 1) // panel_boxes) << log2_rows  # in the tile; lanes past the tile stay idle
         desc = desc_v if is_v == 1 else desc_k
-        box = smem + is_v * geo.kv_tile_bytes + (panel * geo.tile + box_row) * geo.panel_bytes
-        token_bytes = 2 * geo.panels * geo.panel_bytes
+        panel_bytes = Int32(geo.k.panel_bytes)
+        if cutlass.const_expr(geo.v.panel_bytes != geo.k.panel_bytes):
+            panel_bytes = Int32(geo.v.panel_bytes) if is_v == 1 else panel_bytes
+        box = smem + is_v * (geo.tile * geo.k.row_bytes) + (panel * geo.tile + box_row) * panel_bytes
         num_rows = ptx.ldg_b32(args.plan)
         num_ctas = cute.arch.grid_dim()[0]
         stage = Int32(0)  # of the ring
@@ -88,11 +93,13 @@ class Producer:
                     rows = cutlass.min(left, Int32(geo.tile))
                     full = smem + geo.full_offset + 8 * stage
                     if lane == 0:
-                        ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * token_bytes)
+                        ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * geo.token_bytes)
                     cute.arch.sync_warp()
                     if box_row < rows:
                         coords = (Int32(0), token & page_mask, panel, head, page)
                         ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
+                    if cutlass.const_expr(geo.scale_stage_bytes > 0):
+                        self.copy_block_scales(args, smem, lane, stage, token - box_row, rows, head, page, log2_rows)
                     if args.l2_prefetch > 0:
                         if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
                             ahead = token + args.l2_prefetch * geo.tile
@@ -112,3 +119,28 @@ class Producer:
                     ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1, "relaxed")
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
         self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row))
+
+    @cute.jit
+    def copy_block_scales(self, args, smem, lane, stage, first, rows, head, page, log2_rows):
+        """The block scales of a tile, of ``rows`` tokens from ``first`` on; a lane copies those of every 32nd token.
+        A row's 4 to 16 bytes are too few for the TMA, whose boxes are 16 bytes wide at least."""
+        geo = self.geo
+        page_mask = (Int32(1) << args.log2_page) - 1
+        scales = smem + geo.scales_offset + stage * geo.scale_stage_bytes
+        boxes = Int32(1) if (Int32(1) << log2_rows) == geo.tile else Int32(geo.k.panels)
+        for i in cutlass.range_constexpr(max(1, geo.tile // WARP)):
+            row = lane + i * WARP
+            # The page is known to the lane that loads the box of this row of K.
+            row_page = Int64(cute.arch.shuffle_sync(page, (2 * (row >> log2_rows) * boxes) & (WARP - 1)))
+            if row < rows:
+                in_page = Int64((first + row) & page_mask)
+                if cutlass.const_expr(geo.k.scale_bytes > 0):
+                    blocks = args.k_blocks
+                    at = row_page * blocks.page_stride + in_page * blocks.token_stride + head * blocks.head_stride
+                    ptx.cp_async(scales + row * geo.k.scale_bytes, blocks.base + at, geo.k.scale_bytes)
+                if cutlass.const_expr(geo.v.scale_bytes > 0):
+                    blocks = args.v_blocks
+                    at = row_page * blocks.page_stride + in_page * blocks.token_stride + head * blocks.head_stride
+                    dst = scales + geo.tile * geo.k.scale_bytes + row * geo.v.scale_bytes
+                    ptx.cp_async(dst, blocks.base + at, geo.v.scale_bytes)
+        ptx.cp_async_arrive(smem + geo.full_offset + 8 * stage)

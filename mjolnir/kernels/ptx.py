@@ -46,6 +46,14 @@ def _asm(results: str, code: str, args: Sequence[Any] = (), kinds: str = "", sid
 # Shared memory
 
 
+def lds_u8(addr: Any) -> Any:
+    return _asm("r", "ld.shared.u8 $0, [$1];", [addr], "r", True)
+
+
+def lds_u16(addr: Any) -> Any:
+    return _asm("r", "{ .reg .b16 x; ld.shared.u16 x, [$1]; cvt.u32.u16 $0, x; }", [addr], "r", True)
+
+
 def lds64(addr: Any) -> Any:
     return _asm("rr", "ld.shared.v2.b32 {$0,$1}, [$2];", [addr], "r", True)
 
@@ -64,6 +72,11 @@ def lds_f32x2(addr: Any) -> Any:
 
 def lds_b32(addr: Any) -> Any:
     return _asm("r", "ld.shared.b32 $0, [$1];", [addr], "r", True)
+
+
+def lds_words(addr: Any, width: int) -> tuple[Any, ...]:
+    """``width`` bytes, 4, 8 or 16, as words."""
+    return (lds_b32(addr),) if width == 4 else lds64(addr) if width == 8 else lds128(addr)
 
 
 def sts_f32(addr: Any, x: Any) -> None:
@@ -127,6 +140,18 @@ def prefetch_l2(addr: Any) -> None:
     _asm("", "prefetch.global.L2 [$0];", [addr], "l", True)
 
 
+# Asynchronous copies of 4, 8 or 16 bytes by a thread
+
+
+def cp_async(dst: Any, src: Any, size: int) -> None:
+    _asm("", f"cp.async.ca.shared.global [$0], [$1], {size};", [dst, src], "rl", True)
+
+
+def cp_async_arrive(addr: Any) -> None:
+    """Arrive at an mbarrier once this thread's copies so far have landed; the barrier must expect it."""
+    _asm("", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [addr], "r", True)
+
+
 # mbarrier and TMA
 
 
@@ -188,13 +213,55 @@ def tma_prefetch_5d(desc: Any, coords: Sequence[Any], policy: Any) -> None:
 # Arithmetic
 
 
-def prmt(a: Any, b: Any, selector: int) -> Any:
-    return _asm("r", f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], "rr")
+def prmt(a: Any, b: Any, selector: Any) -> Any:
+    if isinstance(selector, int):
+        return _asm("r", f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], "rr")
+    return _asm("r", "prmt.b32 $0, $1, $2, $3;", [a, b, selector], "rrr")
+
+
+def funnel_right(low: Any, high: Any, bits: int) -> Any:
+    """The low word of (high, low) >> bits."""
+    return _asm("r", f"shf.r.wrap.b32 $0, $1, $2, {bits};", [low, high], "rr")
+
+
+def and_b32(a: Any, mask: int) -> Any:
+    return _asm("r", f"and.b32 $0, $1, {mask:#x};", [a], "r")
+
+
+def and_or(a: Any, mask: int, b: Any) -> Any:
+    """(a & mask) | b."""
+    return _asm("r", f"lop3.b32 $0, $1, {mask:#x}, $2, 0xea;", [a, b], "rr")
+
+
+def shift_right(a: Any, bits: int) -> Any:
+    return _asm("r", f"shr.u32 $0, $1, {bits};", [a], "r")
+
+
+def mul(a: Any, factor: int) -> Any:
+    return _asm("r", f"mul.lo.u32 $0, $1, {factor};", [a], "r")
+
+
+def mad(a: Any, factor: int, b: Any) -> Any:
+    return _asm("r", f"mad.lo.u32 $0, $1, {factor}, $2;", [a, b], "rr")
+
+
+def mul_f16x2(a: Any, b: Any) -> Any:
+    return _asm("r", "mul.rn.f16x2 $0, $1, $2;", [a, b], "rr")
+
+
+def e4m3x2_to_f16x2(word: Any) -> Any:
+    """The low two e4m3 bytes of a word to f16x2, exactly."""
+    return _asm("r", "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }", [word], "r")
 
 
 def e4m3x4_to_f16x2x2(word: Any) -> Any:
     """Four e4m3 bytes to two f16x2, exactly: bytes 0, 1 and bytes 2, 3."""
     code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
+    return _asm("rr", code, [word], "r")
+
+
+def e5m2x4_to_f16x2x2(word: Any) -> Any:
+    code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e5m2x2 $0, lo; cvt.rn.f16x2.e5m2x2 $1, hi; }"
     return _asm("rr", code, [word], "r")
 
 

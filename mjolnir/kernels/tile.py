@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from mjolnir.formats import get_format
 from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.lanes import k_loads, token_of, v_loads
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
@@ -28,13 +28,14 @@ class TileMath:
 
     def __init__(self, variant: Variant, geo: Geometry):
         self.variant, self.geo = variant, geo
-        self.unpack = UNPACK[variant.kv_format]
-        self.bf16_mma = self.unpack.mma_dtype == "bf16"
+        self.k_unpack = UNPACK[variant.kv_format]
+        self.v_unpack = UNPACK[variant.v_format or variant.kv_format]
 
     def lane_runs(self, t: Any):
         """Lane t's elements of a Q row, in the order of its K bytes: per panel, a quarter of the panel."""
-        run = self.geo.panel_elems // 4
-        return [(panel * run, panel * self.geo.panel_elems + t * run) for panel in range(self.geo.panels)], run
+        k = self.geo.k
+        run = k.panel_elems // 4
+        return [(panel * run, panel * k.panel_elems + t * run) for panel in range(k.panels)], run
 
     def load_q_row(self, addr: Any, t: Any):
         """This lane's quarter of a Q row as fp32 (d / 4 registers)."""
@@ -58,7 +59,8 @@ class TileMath:
         """Store the B fragments of one Q row times ``sign`` (0 for a padding row) after an exact power-of-two
         scaling; returns the factor that undoes it."""
         amax = Float32(0.0)
-        for i in range(self.geo.head_size // 4):
+        len_values = self.geo.head_size // 4
+        for i in range(len_values):
             amax = cute.arch.fmax(amax, cute.math.absf(values[i]))
         for step in range(2):
             amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << step))
@@ -67,8 +69,9 @@ class TileMath:
         biased = cutlass.max(cutlass.min(biased, Int32(254)), Int32(Q_EXPONENT + 1))
         scale = ptx.int_as_float((254 + Q_EXPONENT - biased) << 23) * sign
         unscale = ptx.int_as_float((biased - Q_EXPONENT) << 23)
-        scaled = [values[i] * scale for i in range(self.geo.head_size // 4)]
-        pack = ptx.pack_bf16x2 if self.bf16_mma else ptx.pack_f16x2
+        order = self.k_unpack.k_order
+        scaled = [values[i // len(order) * len(order) + order[i % len(order)]] * scale for i in range(len_values)]
+        pack = ptx.pack_bf16x2 if self.k_unpack.mma_dtype == "bf16" else ptx.pack_f16x2
         for term in range(self.geo.q_terms):
             words = [pack(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
             for i in range(0, len(words), 4):
@@ -78,31 +81,52 @@ class TileMath:
                 scaled = [x - r for x, r in zip(scaled, rounded, strict=True)]
         return unscale
 
-    def scores(self, k_tile: Any, q_frags: Any, g: Any, t: Any):
-        """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[token 8 i + g][q row 2 t + e]."""
-        geo = self.geo
-        chunks = geo.panel_bytes // 64  # 16-byte chunks a lane reads of one row and panel
-        swizzle = g if geo.panel_bytes == 128 else (g >> 1) & 3
+    def token_of(self, row: Any) -> Any:
+        """The token, of each 8, of row ``row`` of S."""
+        return token_of(self.geo.v, row)
+
+    def scores(self, k_tile: Any, k_scales: Any, q_frags: Any, g: Any, t: Any):
+        """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[token 8 i + token_of(g)][q row 2 t + e]."""
+        geo, k = self.geo, self.geo.k
+        token = self.token_of(g)
         s = [[[Float32(0.0)] * 4 for _ in range(geo.tile // 16)] for _ in range(geo.row_tiles)]
+        steps_per_unit = k.k_unit * 8 // k.bits // 4
         word = 0
-        for panel in range(geo.panels):
-            for j in range(chunks):
-                q = [self.load_q_frags(q_frags, n, word) for n in range(geo.row_tiles)]
-                row = k_tile + (panel * geo.tile + g) * geo.panel_bytes + ((chunks * t + j) ^ swizzle) * 16
+        for panel in range(k.panels):
+            for unit, loads in enumerate(k_loads(k, token, t)):
+                q = [self.load_q_frags(q_frags, n, word, steps_per_unit) for n in range(geo.row_tiles)]
+                rows = [
+                    (k_tile + (panel * geo.tile + token) * k.panel_bytes + offset, width) for offset, width in loads
+                ]
                 for block in range(geo.tile // 16):
-                    addr = row + block * 16 * geo.panel_bytes
-                    upper = self.unpack.k_pairs(ptx.lds128(addr))
-                    lower = self.unpack.k_pairs(ptx.lds128(addr + 8 * geo.panel_bytes))
-                    for k_step, ((a0, a2), (a1, a3)) in enumerate(zip(upper, lower, strict=True)):
+                    halves = []
+                    for half in range(2):
+                        first = block * 16 + half * 8
+                        words = [w for row, width in rows for w in ptx.lds_words(row + first * k.panel_bytes, width)]
+                        scales = self.k_scales(k_scales + (first + token) * k.scale_bytes, unit, t)
+                        halves.append(self.k_unpack.k_pairs(words, scales))
+                    for k_step, ((a0, a2), (a1, a3)) in enumerate(zip(*halves, strict=True)):
                         for n in range(geo.row_tiles):
                             for b in q[n][k_step]:
-                                s[n][block] = ptx.mma_m16n8k16((a0, a1, a2, a3), b, s[n][block], self.unpack.mma_dtype)
-                word += 2 * len(upper)
+                                s[n][block] = ptx.mma_m16n8k16(
+                                    (a0, a1, a2, a3), b, s[n][block], self.k_unpack.mma_dtype
+                                )
+                word += 2 * steps_per_unit
         return [[x for block in s[n] for x in block] for n in range(geo.row_tiles)]
 
-    def load_q_frags(self, q_frags: Any, n: int, word: int):
-        """Per k-step of one 16-byte chunk of K, the B fragments of n8 tile n: one per term of Q."""
-        steps = 32 // get_format(self.variant.kv_format).bits
+    def k_scales(self, row_scales: Any, unit: int, t: Any) -> list[Any]:
+        """The block scales of lane t's elements of a unit, each twice in an f16x2."""
+        per_lane = self.geo.k.scale_bytes // 4
+        if not per_lane:
+            return []
+        if per_lane == 1:
+            byte = ptx.lds_u8(row_scales + t)
+            return [ptx.e4m3x2_to_f16x2(ptx.prmt(byte, byte, 0))]
+        pair = ptx.lds_u16(row_scales + t * per_lane + unit * 2)
+        return list(ptx.e4m3x4_to_f16x2x2(ptx.prmt(pair, pair, 0x1100)))
+
+    def load_q_frags(self, q_frags: Any, n: int, word: int, steps: int):
+        """Per k-step of one unit of K, the B fragments of n8 tile n: one per term of Q."""
         terms = []
         for term in range(self.geo.q_terms):
             addr = q_frags + n * self.geo.q_frag_bytes + term * self.geo.q_term_bytes + word * (4 * WARP)
@@ -110,42 +134,58 @@ class TileMath:
             terms.append([(words[2 * k], words[2 * k + 1]) for k in range(steps)])
         return list(zip(*terms, strict=True))
 
-    def accumulate(self, v_tile: Any, weights: Any, acc: Any, g: Any, t: Any) -> None:
+    def accumulate(self, v_tile: Any, v_scales: Any, weights: Any, acc: Any, g: Any, t: Any) -> None:
         """O^T += V^T P^T for one tile. acc[(n * d/16 + i) * 4 + 2 h + e] is O[q row 2 t + e] of n8 tile n at the
-        element 2 i + h of lane g's d / 8 elements, per panel its chunk of the row."""
-        geo = self.geo
-        per_panel = geo.m_tiles // geo.panels
-        chunk = geo.panel_bytes // 8  # bytes a lane reads of one row and panel
-        load = ptx.lds128 if chunk == 16 else ptx.lds64
-        offsets = []
-        for odd in range(2):
-            row = 2 * t + odd
-            if chunk == 16:
-                offsets.append(row * 128 + ((g ^ row) << 4))
-            else:
-                offsets.append(row * 64 + (((g >> 1) ^ t) << 4) + ((g & 1) << 3))
+        element 2 i + h of lane g's d / 8 elements, per panel its run of the row."""
+        geo, v = self.geo, self.geo.v
+        per_panel = geo.m_tiles // v.panels
+        tokens = [self.token_of(2 * t + odd) for odd in range(2)]
+        loads = [
+            [(token * v.panel_bytes + offset, width) for offset, width in v_loads(v, token, g)] for token in tokens
+        ]
         for block in range(geo.tile // 16):
             p_frags = [self.p_frags(weights[n][4 * block : 4 * block + 4]) for n in range(geo.row_tiles)]
-            for panel in range(geo.panels):
-                base = v_tile + (panel * geo.tile + block * 16) * geo.panel_bytes
-                rows = [load(base + o + h * 8 * geo.panel_bytes) for h in range(2) for o in offsets]
+            scales = [self.v_scales(v_scales, tokens, block * 16 + h * 8, g) for h in range(2)]
+            for panel in range(v.panels):
+                base = v_tile + (panel * geo.tile + block * 16) * v.panel_bytes
+                rows = [
+                    [w for o, width in row for w in ptx.lds_words(base + o + h * 8 * v.panel_bytes, width)]
+                    for h in range(2)
+                    for row in loads
+                ]
                 i = panel * per_panel
-                for even, odd, even8, odd8 in zip(*rows, strict=True):
-                    upper = self.unpack.v_pairs(even, odd)
-                    lower = self.unpack.v_pairs(even8, odd8)
+                for first in range(0, len(rows[0]), self.v_unpack.v_words):
+                    even, odd, even8, odd8 = (row[first : first + self.v_unpack.v_words] for row in rows)
+                    block_of = first * 32 // v.bits // 16  # block scale of the lane's run
+                    upper, lower = (
+                        self.v_unpack.v_pairs(e, o, g, pair[block_of] if pair else None)
+                        for e, o, pair in ((even, odd, scales[0]), (even8, odd8, scales[1]))
+                    )
                     for (a0, a1), (a2, a3) in zip(upper, lower, strict=True):
                         for n in range(geo.row_tiles):
                             at = (n * geo.m_tiles + i) * 4
                             c = [acc[at + e] for e in range(4)]
                             for b in p_frags[n]:
-                                c = ptx.mma_m16n8k16((a0, a1, a2, a3), b, c, self.unpack.mma_dtype)
+                                c = ptx.mma_m16n8k16((a0, a1, a2, a3), b, c, self.v_unpack.mma_dtype)
                             for e in range(4):
                                 acc[at + e] = c[e]
                         i += 1
 
+    def v_scales(self, v_scales: Any, tokens: list[Any], first: int, g: Any) -> list[Any]:
+        """Of two tokens: the block scales of lane g's run, as f16x2 of both tokens."""
+        width = self.geo.v.scale_bytes  # 16, 8 or 4 for 8 lanes
+        if not width:
+            return []
+        offset = g * width >> 3
+        load = ptx.lds_u16 if width == 16 else ptx.lds_u8
+        even, odd = (load(v_scales + (first + token) * width + (g * 2 if width == 16 else offset)) for token in tokens)
+        if width == 16:
+            return list(ptx.e4m3x4_to_f16x2x2(ptx.prmt(even, odd, 0x5140)))
+        return [ptx.e4m3x2_to_f16x2(ptx.mad(odd, 256, even))]
+
     def p_frags(self, p: Any):
         """B fragments of P^T for 16 tokens: one in f16, or two in bf16 whose sum keeps 16 bits of P."""
-        if not self.bf16_mma:
+        if self.v_unpack.mma_dtype != "bf16":
             return [tuple(ptx.movmatrix(ptx.pack_f16x2(p[i], p[i + 1])) for i in (0, 2))]
         high = [ptx.pack_bf16x2(p[i], p[i + 1]) for i in (0, 2)]
         rounded = [x for w in high for x in ptx.unpack_bf16x2(w)]

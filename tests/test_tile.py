@@ -1,0 +1,145 @@
+"""The arithmetic of one warp, run in NumPy on tiles as the TMA lays them: S and O of every format, and the bank
+conflicts of its loads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mjolnir.compiler.build import dsl_missing_reason
+from mjolnir.formats import FORMATS, KvFormat, get_format
+
+if dsl_missing_reason():
+    pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
+
+from warp import LANE, G, T, Warp
+
+from mjolnir.kernels.geometry import Geometry, Operand
+from mjolnir.kernels.lanes import k_loads, token_of, v_loads
+from mjolnir.kernels.tile import TileMath
+from mjolnir.variant import HEAD_SIZES, Variant
+
+PAIRS = [*((name, name) for name in FORMATS), ("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "e2m3")]
+
+
+def random_rows(fmt: KvFormat, tokens: int, head_size: int, gen: torch.Generator) -> tuple[Any, Any, Any]:
+    """Any codes that are finite: raw bytes (tokens, row bytes), block scales (tokens, n) or None, values."""
+    blocks = None
+    if fmt.pack == 1:
+        codes = fmt.encode(torch.randn(tokens, head_size, generator=gen), torch.ones(1))
+    else:
+        codes = torch.randint(256, (tokens, fmt.row_width(head_size)), dtype=torch.uint8, generator=gen)
+    if fmt.block:
+        blocks = torch.randint(127, (tokens, head_size // 16), dtype=torch.uint8, generator=gen)
+        blocks += 128 * torch.randint(2, blocks.shape, dtype=torch.uint8, generator=gen)
+    values = fmt.decode(codes, blocks).double().numpy()
+    return codes.view(torch.uint8).numpy(), None if blocks is None else blocks.numpy(), values
+
+
+def lay_out(smem: Any, base: int, op: Operand, rows: Any) -> None:
+    """A tile as the TMA writes it: panel by panel, 16-byte chunks moved by the swizzle of their address."""
+    tokens = len(rows)
+    for panel, token, byte in itertools.product(range(op.panels), range(tokens), range(op.panel_bytes)):
+        at = base + (panel * tokens + token) * op.panel_bytes + byte
+        if op.swizzle == 128:
+            at ^= (at >> 7 & 7) << 4
+        elif op.swizzle == 64:
+            at ^= (at >> 7 & 3) << 4
+        smem[at] = rows[token, panel * op.panel_bytes + byte]
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(("k_name", "v_name"), PAIRS)
+def test_scores_and_output(
+    monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, rows: int
+) -> None:
+    variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format="" if v_name == k_name else v_name)
+    geo = Geometry.of(variant)
+    gen = torch.Generator().manual_seed(head_size + rows)
+    k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)
+    v_codes, v_blocks, v = random_rows(get_format(v_name), geo.tile, head_size, gen)
+    warp = Warp(geo.smem_bytes)
+    k_tile, v_tile = 0, geo.tile * geo.k.row_bytes
+    lay_out(warp.smem, k_tile, geo.k, k_codes)
+    lay_out(warp.smem, v_tile, geo.v, v_codes)
+    k_scales = geo.scales_offset
+    v_scales = k_scales + geo.tile * geo.k.scale_bytes
+    for at, blocks in ((k_scales, k_blocks), (v_scales, v_blocks)):
+        if blocks is not None:
+            warp.smem[at : at + blocks.size] = blocks.reshape(-1)
+
+    warp.install(monkeypatch)
+    math = TileMath(variant, geo)
+    q_rows = geo.rows_per_warp
+    query = torch.randint(-8, 9, (q_rows, head_size), generator=gen).double().numpy()  # exact in f16 and in bf16
+    runs, run = math.lane_runs(T)
+    frags = geo.exchange_offset + LANE * 16
+    unscale = []
+    for n in range(geo.row_tiles):
+        values: list[Any] = [None] * (head_size // 4)
+        for at, element in runs:
+            for i in range(run):
+                values[at + i] = query[n * 8 + G, element + i]
+        unscale.append(math.store_q_row(frags + n * geo.q_frag_bytes, values, 1.0))
+
+    scores = math.scores(k_tile, k_scales, frags, G, T)
+    expected = k @ query.T
+    token = math.token_of(G)
+    for n, i, e in itertools.product(range(geo.row_tiles), range(geo.tile // 8), range(2)):
+        factor = unscale[n][(2 * T + e) * 4] * math.k_unpack.unscale
+        np.testing.assert_array_equal(scores[n][2 * i + e] * factor, expected[8 * i + token, n * 8 + 2 * T + e])
+
+    weights = torch.randint(0, 17, (geo.tile, q_rows), generator=gen).double().numpy()
+    held = [
+        [weights[8 * i + token, n * 8 + 2 * T + e] for i in range(geo.tile // 8) for e in range(2)]
+        for n in range(geo.row_tiles)
+    ]
+    acc = [np.zeros(32) for _ in range(geo.row_tiles * geo.m_tiles * 4)]
+    math.accumulate(v_tile, v_scales, held, acc, G, T)
+    output = weights.T @ v
+    run = geo.v.panel_elems // 8
+    for n, i, h, e in itertools.product(range(geo.row_tiles), range(geo.m_tiles), range(2), range(2)):
+        panel, inside = divmod(2 * i + h, run)
+        element = panel * geo.v.panel_elems + G * run + inside
+        got = acc[(n * geo.m_tiles + i) * 4 + 2 * h + e] * math.v_unpack.unscale
+        np.testing.assert_array_equal(got, output[n * 8 + 2 * T + e, element])
+
+
+def phases(addresses: Any, width: int) -> tuple[int, int]:
+    """Cycles of a warp's load, and the fewest there can be: lanes go 32, 16 or 8 at a time for 4, 8 or 16 bytes, and a
+    bank gives one word a cycle."""
+    lanes = 128 // width
+    cycles = 0
+    for first in range(0, 32, lanes):
+        words = {(a + b) // 4 for a in addresses[first : first + lanes].tolist() for b in range(0, width, 4)}
+        cycles += max(sum(word % 32 == bank for word in words) for bank in range(32))
+    return cycles, 32 // lanes
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(("k_name", "v_name"), PAIRS)
+def test_loads_have_no_bank_conflicts(k_name: str, v_name: str, head_size: int) -> None:
+    k, v = (Operand.of(get_format(name), head_size) for name in (k_name, v_name))
+    token = token_of(v, G)
+    for unit in k_loads(k, token, T):
+        for offset, width in unit:
+            assert phases(token * k.panel_bytes + offset, width) == (32 * width // 128,) * 2
+    # Six bytes of a 48-byte row are read as two words, of which lanes share some and collide on others.
+    most = 2 if v.panel_bytes == 48 else 1
+    for odd in range(2):
+        token = token_of(v, 2 * T + odd)
+        for offset, width in v_loads(v, token, G):
+            cycles, fewest = phases(token * v.panel_bytes + offset, width)
+            assert cycles <= most * fewest
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_rows_of_s_are_a_permutation_of_each_eight_tokens(name: str, head_size: int) -> None:
+    v = Operand.of(get_format(name), head_size)
+    assert sorted(token_of(v, row) for row in range(8)) == list(range(8))
