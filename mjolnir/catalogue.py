@@ -24,8 +24,13 @@ QUERIES = {
 """Per KV format, (dtype of Q and O, q_split). Q and O have the model's dtype, and so has a 16-bit cache; over a bf16
 cache, Q times q_mul is split in two terms. fp8_e5m2, which engines hardly use, is left to demand."""
 
+LOW_BIT = ("e2m3", "nvfp4")
+"""Formats whose kernels without the merge of splits, for max_splits = 1, are left to demand too."""
+
+_FORMAT = "|".join(FORMATS)
 _NAME = re.compile(
-    rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{'|'.join(FORMATS)})(?:_v_(?P<v_format>{'|'.join(FORMATS)}))?_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
+    rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
+    r"_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
     rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
     r"(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
 )
@@ -37,7 +42,7 @@ def all_variants(arch: str) -> list[Variant]:
         Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split)
         for kv_format in QUERIES
         for (dtype, q_split), head_size, rows, split in itertools.product(
-            QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True, False)
+            QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True,) if kv_format in LOW_BIT else (True, False)
         )
     ]
 
