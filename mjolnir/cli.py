@@ -134,7 +134,7 @@ def compile_(
 @app.command()
 def bench(
     suite: Annotated[
-        str, typer.Option(help="quick, core or full: mjolnir/bench/suites.py lists their shapes.")
+        str, typer.Option(help="quick, core, full or lowbit: mjolnir/bench/suites.py lists them.")
     ] = "core",
     shape: Annotated[
         list[str] | None, typer.Option(help="Only shapes whose name has this shell-style pattern in it; repeatable.")

@@ -53,6 +53,7 @@ GPU_VARIANTS = (
     *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, split=False) for fmt in LOW_BIT),
     *(Variant(ARCH, k, "bf16", "fp16", d, 8, v_format=v) for k, v in MIXED for d in (64, 128)),
     *(Variant(ARCH, "fp8_e5m2", "bf16", "fp16", d, 8) for d in (64, 128)),
+    *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, ctas_per_sm=ctas) for fmt in LOW_BIT for ctas in (1, 3)),
 )
 
 

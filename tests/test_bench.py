@@ -30,6 +30,7 @@ from mjolnir.bench.pool import KVPool
 from mjolnir.bench.results import METHOD, Failure, Report, Row, geometric_mean
 from mjolnir.bench.shapes import HARD, REUSE_BYTES, Shape, parse_lengths
 from mjolnir.bench.suites import SUITES, select, shard, suite, variants_for_suite
+from mjolnir.formats import get_format
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.variant import Variant
 
@@ -134,9 +135,9 @@ def test_suites_hold_what_they_must():
 
 
 def test_unknown_suites_and_patterns_are_refused():
-    with pytest.raises(ValueError, match="suite must be one of quick, core, full, got 'all'"):
+    with pytest.raises(ValueError, match="suite must be one of quick, core, full, lowbit, got 'all'"):
         suite("all")
-    names = [shape.name for shape in select(suite("core"), ["16x8K*hnd", "-hard"])]
+    names = [shape.name for shape in select(suite("core"), ["16x8K*hnd-fp8", "-hard"])]
     assert names == [
         "32/8-16x8K-d128-p64-hnd-fp8-q1",
         "32/8-16x8K-d128-p64-hnd-fp8-q4",
@@ -167,6 +168,7 @@ def test_variants_of_a_suite():
     assert len(set(core)) == len(core)
     assert {(v.kv_format, v.head_size, v.rows) for v in core} == {
         ("fp8", 128, 8), ("fp8", 128, 16), ("fp8", 64, 8), ("fp8", 256, 8), ("bf16", 128, 8),
+        *((low, *rest) for low in ("e2m3", "nvfp4") for rest in ((128, 8), (128, 16), (64, 8), (256, 8))),
     }  # fmt: skip
     assert all(v.split and v.pdl and v.q_dtype == v.out_dtype == "bf16" for v in core)
     assert {32, 64} < {v.rows for v in variants_for_suite("full")}
@@ -633,7 +635,7 @@ def test_bench_refuses_without_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--suite", "huge"), "suite must be one of quick, core, full, got 'huge'"),
+        (("--suite", "huge"), "suite must be one of quick, core, full, lowbit, got 'huge'"),
         (("--data", "easy"), "data must be one of 'normal', 'hard', got 'easy'"),
         (("--shape", "d512"), "'d512' is in none of"),
     ],
@@ -822,3 +824,18 @@ def test_update_docs_refuses_markers_it_cannot_follow(update_docs, checkout, tex
     (checkout / "README.md").write_text(text, encoding="utf-8")
     assert update_docs.main(["--root", str(checkout)]) == 1
     assert (checkout / "README.md").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(("kv_format", "row"), [("e2m3", 96), ("nvfp4", 64 + 8)])
+def test_low_bit_shapes_count_their_own_bytes_and_block_scales(two_caches, kv_format, row):
+    shape = Shape(4, 2, "1x64+1x70", page_size=16, kv_format=kv_format, layout="HND")
+    assert shape.kv_bytes == 2 * 2 * row * (64 + 70)
+    assert shape.floor_us == pytest.approx(shape.kv_bytes / 4.6e6)
+    case = Case(shape, KVPool([shape], CPU))
+    tensors = [t for pair in (*case.caches, *(case.block_scales or ())) for t in pair]
+    assert sum(t.numel() for t in tensors) == shape.slots * shape.cache_bytes
+    fmt = get_format(kv_format)
+    blocks = None if case.block_scales is None else case.block_scales[1][0]
+    values = fmt.decode(case.caches[1][0], blocks)
+    assert values.std() == pytest.approx(1, abs=0.05) and abs(values.mean()) < 0.05
+    assert case.rel_err(Mjolnir(require_kernels=False).prepare(case).call(1), 1) < 2e-3

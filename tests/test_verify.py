@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from mjolnir import cli, evidence, runner
 from mjolnir.backends import torch_ref
+from mjolnir.formats import FORMATS
 from mjolnir.signature import DTYPES
 from mjolnir.variant import Variant, rows_class
 from mjolnir.verify import compare
@@ -116,7 +117,7 @@ def test_shapes_must_agree() -> None:
 
 def test_the_matrix_covers_what_it_says() -> None:
     every, quick = cases(), cases(quick=True)
-    assert 80 <= len(every) <= 110 and 12 <= len(quick) <= 20 and set(quick) < set(every)
+    assert 120 <= len(every) <= 160 and 20 <= len(quick) <= 27 and set(quick) < set(every)
     assert len({case.name for case in every}) == len(every)
     assert {case.num_heads // case.num_kv_heads for case in every} >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32}
     shapes = {(case.head_size, case.page_size) for case in every}
@@ -125,7 +126,7 @@ def test_the_matrix_covers_what_it_says() -> None:
         ("layout", LAYOUTS),
         ("scales", SCALES),
         ("lengths", LENGTHS),
-        ("kv_format", ("fp8", "bf16", "fp16")),
+        ("kv_format", FORMATS),
         ("causal", (True, False)),
         ("max_splits", (None, 1, 2, 3)),
     ):

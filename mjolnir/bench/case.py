@@ -18,7 +18,8 @@ class Case:
     """Every slot has its own K and V; page permutation, lengths and query are the same for all.
 
     Attributes:
-        caches: per slot, K and V as (pages, page_size, heads_kv, head_dim) views in the shape's page layout.
+        caches: per slot, K and V as (pages, page_size, heads_kv, row width) views in the shape's page layout.
+        block_scales: per slot, those of K and of V, if the format has them.
         block_table: int32 (num_seqs, max_pages), a random permutation of all pages, 0 past a sequence's last.
         seq_lens: int32 (num_seqs,).
         query: bf16 (num_seqs · q_len, heads_q, head_dim), normal.
@@ -29,7 +30,11 @@ class Case:
     def __init__(self, shape: Shape, pool: KVPool) -> None:
         self.shape, self.device = shape, pool.device
         layout = {"NHD": KVLayout.TWO_BNHD, "HND": KVLayout.TWO_BHND}[shape.layout]
-        self.caches = [split_kv_cache(cache, layout, shape.head_dim) for cache in pool.caches(shape)]
+        fmt = get_format(shape.kv_format)
+        self.caches = [split_kv_cache(cache, layout, fmt.row_width(shape.head_dim)) for cache in pool.caches(shape)]
+        self.block_scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        if (scales := pool.block_scales(shape)) is not None:
+            self.block_scales = [split_kv_cache(s, layout, fmt.scale_width(shape.head_dim)) for s in scales]
         pages_of = [-(-length // shape.page_size) for length in shape.lens]
         pages = torch.randperm(shape.num_pages, generator=torch.Generator().manual_seed(3)).int()
         self.block_table = pad_sequence(list(pages.split(pages_of)), batch_first=True).to(self.device)
@@ -72,11 +77,13 @@ class Case:
         one by one."""
         length = self.shape.lens[seq]
         pages = self.block_table[seq, : -(-length // self.shape.page_size)].long()
-        fmt = get_format(self.shape.kv_format)
-        bits = {8: torch.uint8, 16: torch.int16}[fmt.bits]  # not every operation takes fp8
-        k_cache, v_cache = (
-            cache.view(bits)[pages].flatten(0, 1).unsqueeze(0).view(fmt.storage_dtype) for cache in self.caches[slot]
-        )
+
+        def gathered(t: torch.Tensor) -> torch.Tensor:
+            bits = {1: torch.uint8, 2: torch.int16}[t.element_size()]  # not every operation takes fp8
+            return t.view(bits)[pages].flatten(0, 1).unsqueeze(0).view(t.dtype)
+
+        k_cache, v_cache = map(gathered, self.caches[slot])
+        k_blocks, v_blocks = (None, None) if self.block_scales is None else map(gathered, self.block_scales[slot])
         expected, _ = decode_attention_oracle(
             self.query[rows],
             k_cache,
@@ -88,5 +95,7 @@ class Case:
             q_len=self.shape.q_len,
             softmax_scale=self.softmax_scale,
             kv_format=self.shape.kv_format,
+            k_block_scale=k_blocks,
+            v_block_scale=v_blocks,
         )
         return expected

@@ -141,7 +141,7 @@ def _measure_ours(ours: Mjolnir, case: Case, peers: Sequence[Peer], repeat: int)
 def _with_peer(row: Row, peer: Peer, case: Case, repeat: int) -> Row:
     """The row with a peer's time, or with the reason why there is none."""
     us, rel_err, notes = dict(row.peers), dict(row.peer_rel_err), dict(row.peer_notes)
-    reason = peer.refuses(case.shape)
+    reason = "no caches below 8 bits" if case.shape.low_bit else peer.refuses(case.shape)
     if reason is None:
         try:
             measured = measure(peer.prepare(case), case, repeat, timing.PEER_MEASURED_MS, timing.PEER_MIN_REPLAYS)

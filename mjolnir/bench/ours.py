@@ -71,7 +71,11 @@ class Mjolnir:
         def call(slot: int) -> torch.Tensor:
             k_cache, v_cache = case.caches[slot]
             out = outs[slot]
-            runner.run(plan, case.query, out, k_cache, v_cache, case.one, case.one, case.softmax_scale)
+            k_blocks, v_blocks = (None, None) if case.block_scales is None else case.block_scales[slot]
+            runner.run(
+                plan, case.query, out, k_cache, v_cache, case.one, case.one, case.softmax_scale,
+                k_block_scale=k_blocks, v_block_scale=v_blocks,
+            )  # fmt: skip
             return out
 
         return Prepared(call, make_plan)

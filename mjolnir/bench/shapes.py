@@ -53,14 +53,20 @@ class Shape:
         )
 
     @property
+    def low_bit(self) -> bool:
+        """No peer reads such a cache."""
+        return get_format(self.kv_format).bits < 8
+
+    @property
     def lens(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
         return parse_lengths(self.batch)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token."""
-        return 2 * self.heads_kv * get_format(self.kv_format).row_bytes(self.head_dim)
+        """Bytes of K and V of one token, block scales included."""
+        fmt = get_format(self.kv_format)
+        return 2 * self.heads_kv * (fmt.row_bytes(self.head_dim) + fmt.scale_width(self.head_dim))
 
     @property
     def kv_bytes(self) -> int:

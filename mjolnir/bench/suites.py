@@ -38,7 +38,22 @@ def core() -> Iterator[Shape]:
     yield from shapes("16/4", "1x32K 16x8K", head_dim=256)
     yield from shapes("8/1", "1x32K 64x8K", head_dim=256)
     yield from shapes("32/8", "1x8K 16x8K 64x8K 256x1K", kv_format="bf16")
+    yield from low_bit()
     yield from shapes("32/8", "64x8K", data=HARD)
+
+
+def low_bit() -> Iterator[Shape]:
+    """e2m3 and nvfp4, on shapes that have rows in fp8 too."""
+    for kv_format in ("e2m3", "nvfp4"):
+        for layout in ("NHD", "HND"):
+            yield from shapes(
+                "32/8", "1x8K 1x128K 16x8K 64x8K 256x1K 32mixed 16x32K", layout=layout, kv_format=kv_format
+            )
+            yield from shapes("64/8", "128x2K", layout=layout, kv_format=kv_format)
+        yield from shapes("32/8", "16x8K", q_len=4, kv_format=kv_format)
+        yield from shapes("32/8", "64x8K", page_size=16, kv_format=kv_format)
+        yield from shapes("32/8", "64x8K", head_dim=64, kv_format=kv_format)
+        yield from shapes("16/4", "16x8K", head_dim=256, kv_format=kv_format)
 
 
 def quick() -> Iterator[Shape]:
@@ -78,7 +93,7 @@ def full() -> Iterator[Shape]:
     yield from core()
 
 
-SUITES = {"quick": quick, "core": core, "full": full}
+SUITES = {"quick": quick, "core": core, "full": full, "lowbit": low_bit}
 
 
 def suite(name: str) -> list[Shape]:

@@ -114,3 +114,28 @@ def _sections() -> Iterator[Case]:
     yield Case(kv_format="fp16", q_dtype="fp16", q_len=16)
     yield Case(kv_format="fp16", q_dtype="fp16", head_size=64, q_len=4, page_size=16)
     yield Case(kv_format="fp16", q_dtype="fp16", head_size=256)
+    yield from _low_bit()
+
+
+def _low_bit() -> Iterator[Case]:
+    for kv_format in ("e2m3", "nvfp4"):
+        for head_size in (64, 128, 256):
+            yield Case(kv_format=kv_format, head_size=head_size)
+            yield Case(kv_format=kv_format, head_size=head_size, page_size=16, q_len=4)
+        yield Case(kv_format=kv_format, q_len=16, page_size=128)
+        yield Case(kv_format=kv_format, q_len=4, causal=False)
+        for group in (5, 16):
+            yield Case(kv_format=kv_format, num_heads=2 * group)
+        for layout in ("layer packed", "BHN2D", "B2HND"):
+            yield Case(kv_format=kv_format, layout=layout, page_size=16)
+        for scales in ("sequence", "negative", "zero"):
+            yield Case(kv_format=kv_format, scales=scales)
+        for lengths in ("skewed", "single"):
+            yield Case(kv_format=kv_format, lengths=lengths, page_size=32)
+        yield Case(kv_format=kv_format, factors=True)
+        yield Case(kv_format=kv_format, out_dtype="bf16", lengths="uniform")
+        yield Case(kv_format=kv_format, q_dtype="fp16")
+    for kv_format, v_format in (("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "fp8")):
+        yield Case(kv_format=kv_format, v_format=v_format)
+        yield Case(kv_format=kv_format, v_format=v_format, head_size=64)
+    yield Case(kv_format="fp8_e5m2")

@@ -42,7 +42,7 @@ class Modules:
         os.environ.setdefault("MAX_JOBS", JOBS)
         for shape in shapes:
             for peer in peers:
-                if peer.refuses(shape) is not None:
+                if shape.low_bit or peer.refuses(shape) is not None:
                     continue
                 try:
                     self.ask(peer.module(shape))
