@@ -1,0 +1,123 @@
+"""Greedy outputs of one model and cache dtype through FLASH_ATTN and through Mjolnir, in several engines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from agreement import Generated, compare
+from engine import OURS, Engine, reset_step_counts, step_counts
+
+PROMPTS, TOKENS, TOP, DRAFTS = 64, 48, 5, 3
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+
+TEXTS = (
+    "The hammer fell, and the mountain answered. ",
+    "A list of numbers: one, two, three, four, five, six, seven. ",
+    "def add(a, b):\n    return a + b\n\n",
+    "In 1905 he published four papers that changed physics. ",
+    "Question: What is gravity? Answer: Gravity is ",
+)
+
+
+def random_prompts(vocab: int, max_len: int) -> list[list[int]]:
+    """Token ids at random, of lengths 1 to max_len; every second prompt repeats a phrase, so that n-grams match."""
+    rng = random.Random(0)
+    prompts = []
+    for i in range(PROMPTS):
+        length = max(1, round(max_len ** ((i + 1) / PROMPTS)))
+        phrase = [rng.randrange(4, vocab) for _ in range(7 if i % 2 else length)]
+        prompts.append((phrase * (length // len(phrase) + 1))[:length])
+    return prompts
+
+
+def text_prompts(metadata: dict[str, Any], max_len: int) -> list[list[int]]:
+    """Text, tokenised as the demo does; of lengths 3 to max_len."""
+    from mjolnir.demo.tokenizer import ChatTokenizer
+
+    tokenizer = ChatTokenizer(metadata)
+    prompts = []
+    for i in range(PROMPTS):
+        length = max(3, round(max_len ** ((i + 1) / PROMPTS)))
+        ids = tokenizer.encode(TEXTS[i % len(TEXTS)] * (length // 6 + 1))
+        prompts.append(ids[:length])
+    return prompts
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> list[Generated]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=TOP, detokenize=False)
+    outputs = engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [
+        Generated(
+            list(output.outputs[0].token_ids),
+            [{token: entry.logprob for token, entry in at.items()} for at in output.outputs[0].logprobs],
+        )
+        for output in outputs
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
+    parser.add_argument("--kv", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--deadline", type=float, required=True, help="time.time() after which no engine is started")
+    parser.add_argument("--runs", default="graphs,eager,graphs+ngram,eager+ngram", help="also: default, shadow")
+    args = parser.parse_args()
+    prompts = json.loads(args.prompts.read_text())
+    report: dict[str, Any] = {"reference": None, "runs": {}, "errors": {}}
+
+    def save() -> None:
+        args.out.write_text(json.dumps(report, indent=1))
+
+    def run(backend: str, name: str) -> list[Generated] | None:
+        graphs = {"graphs": "decode", "default": "default"}.get(name.partition("+")[0], "none")
+        drafts = DRAFTS if name.endswith("+ngram") else 0
+        if name == "shadow":
+            os.environ["MJOLNIR_VLLM_SHADOW"] = "16"
+        try:
+            engine = Engine(
+                args.model, backend, args.kv, graphs=graphs, drafts=drafts,
+                capture_sizes=[size * (1 + drafts) for size in SIZES], max_model_len=1024, max_num_seqs=PROMPTS,
+                # Prefill comes in pieces, so that steps hold both.
+                max_num_batched_tokens=1024, gpu_memory_utilization=0.15, kv_cache_memory_bytes=2 << 30,
+            )  # fmt: skip
+            reset_step_counts()
+            start = time.perf_counter()
+            generated = generate(engine, prompts)
+            facts = engine.facts | {"generate_s": round(time.perf_counter() - start, 2), "steps": step_counts()}
+            engine.close()
+        except Exception as error:  # one engine's failure must not take the others' results with it
+            report["errors"][name] = f"{type(error).__name__}: {error}"[:2000]
+            save()
+            if backend != OURS:
+                raise
+            return None
+        finally:
+            os.environ.pop("MJOLNIR_VLLM_SHADOW", None)
+        if backend == OURS:
+            report["runs"][name] = facts | {"agreement": compare(generated, reference)}
+        else:
+            report["reference"] = facts
+        save()
+        return generated
+
+    reference = run("FLASH_ATTN", "eager") or []
+    for name in args.runs.split(","):
+        if time.time() > args.deadline:
+            report["errors"][name] = "out of time"
+            save()
+        else:
+            run(OURS, name)
+
+
+if __name__ == "__main__":
+    main()
