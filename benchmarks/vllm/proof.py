@@ -99,14 +99,14 @@ class Proof:
             print(f"{job.name}: exit {job.process.returncode}, {self.deadline - time.time():.0f} s left", flush=True)
 
     def compare(self, name: str, folder: Path, prompts: list[list[int]], runs: dict[str, str]) -> None:
-        """Correctness of one model, a process per cache dtype (or "dtype@FALLBACK")."""
+        """Correctness of one model, a process per key: a cache dtype, "dtype@FALLBACK" or "dtype#anything"."""
         file = self.work / f"{name}-prompts.json"
         file.write_text(json.dumps(prompts))
         jobs = {}
         for key, names in runs.items():
-            kv, _, fallback = key.partition("@")
+            kv, _, fallback = key.partition("#")[0].partition("@")
             jobs[key] = self.start(
-                f"{name}-{key}", "correctness.py", "--model", folder, "--prompts", file, "--kv", kv, "--runs", names,
+                f"{name}-{key}".replace("@", "-").replace("#", "-"), "correctness.py", "--model", folder, "--prompts", file, "--kv", kv, "--runs", names,
                 "--deadline", self.deadline, fallback=fallback or "FLASH_ATTN",
             )  # fmt: skip
         self.wait(list(jobs.values()))
@@ -118,7 +118,8 @@ class Proof:
         config = models.qwen_config(layers=4, hidden=1024, heads=16, kv_heads=4, vocab=1000, max_len=4096)
         models.make_qwen(folder, config)
         self.compare("qwen3-like", folder, correctness.random_prompts(1000, 600), {
-            "fp8": "graphs,eager,graphs+ngram,eager+ngram,default",
+            "fp8": "graphs,eager,graphs+ngram,eager+ngram",
+            "fp8#default": "default",
             "bfloat16": "graphs,eager,graphs+ngram",
             "fp8@TRITON_ATTN": "graphs,shadow",
         })  # fmt: skip
