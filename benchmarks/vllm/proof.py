@@ -105,8 +105,9 @@ class Proof:
         jobs = {}
         for key, names in runs.items():
             kv, _, fallback = key.partition("#")[0].partition("@")
+            title = re.sub("[@#]", "-", f"{name}-{key}")
             jobs[key] = self.start(
-                f"{name}-{key}".replace("@", "-").replace("#", "-"), "correctness.py", "--model", folder, "--prompts", file, "--kv", kv, "--runs", names,
+                title, "correctness.py", "--model", folder, "--prompts", file, "--kv", kv, "--runs", names,
                 "--deadline", self.deadline, fallback=fallback or "FLASH_ATTN",
             )  # fmt: skip
         self.wait(list(jobs.values()))
