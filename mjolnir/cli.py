@@ -211,7 +211,15 @@ def verify(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Also what vLLM would use, and why not.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="With --vllm: a folder with config.json, whose layers are listed.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="With --model, as vllm serve takes it.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="With --model: ranks.")] = 1,
+) -> None:
     """Versions, device, backend in use and why, kernel cache and environment knobs."""
     with _user_errors():
         from rich.console import Console
@@ -219,6 +227,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of
         from mjolnir.doctor import collect, render
 
         report = collect()
+        if vllm or model is not None:
+            from mjolnir.integrations.vllm.doctor import describe
+
+            report["vLLM"] = describe(
+                report["backend"]["name"], report["backend"]["reason"], model=model, kv_cache_dtype=kv_cache_dtype,
+                tensor_parallel=tensor_parallel,
+            )  # fmt: skip
         if as_json:
             json.dump(report, sys.stdout, indent=2)
             typer.echo()

@@ -20,6 +20,7 @@ from mjolnir.integrations.vllm import compat, counters, plugin
 from mjolnir.integrations.vllm.counters import COUNTERS
 from mjolnir.verify.compare import ROW_TOLERANCE, row_errors
 
+LOGGER = "vllm.mjolnir"
 ROOT = Path(__file__).parent.parent
 FP8_QUERY_ERROR = 0.08
 """Of a row: the fallback's queries are rounded to e4m3, 2^-4 at most for each element."""
@@ -150,7 +151,7 @@ def test_layers_of_two_shapes_in_one_group(backend) -> None:
 
 def test_a_mixed_model_runs_each_layer_where_it_can(backend, caplog: pytest.LogCaptureFixture) -> None:
     full, window = make_layer("full", backend), make_layer("window", backend, sliding_window=1000)
-    with caplog.at_level(logging.INFO, logger=builder_module.__name__):
+    with caplog.at_level(logging.INFO, logger=LOGGER):
         builder = make_builder([full, window])
         make_builder([full, window])
     lines = [record.getMessage() for record in caplog.records]
@@ -405,7 +406,7 @@ def test_the_knob_for_shadow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counters_are_logged_at_shutdown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=counters.__name__):
+    with caplog.at_level(logging.INFO, logger=LOGGER):
         counters._log_at_shutdown()
         assert not caplog.messages
         COUNTERS.record(counters.DECODE)

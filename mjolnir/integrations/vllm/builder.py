@@ -13,9 +13,8 @@ from mjolnir import env
 from mjolnir.integrations.vllm import compat, counters
 from mjolnir.integrations.vllm.decoder import GroupDecoder, Step
 from mjolnir.integrations.vllm.eligibility import LayerShape, why_not_pages
+from mjolnir.integrations.vllm.log import logger
 from mjolnir.integrations.vllm.steps import DecodePart, decode_part
-
-logger = logging.getLogger(__name__)
 
 STEP = "mjolnir_step"
 """The attribute of the fallback's metadata that carries the ``Step``."""

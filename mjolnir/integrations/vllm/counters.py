@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 
-logger = logging.getLogger(__name__)
+from mjolnir.integrations.vllm.log import logger
 
 DECODE, RAGGED, SPLIT, FALLBACK = "decode", "ragged", "split", "fallback"
 """A step's path: all of it on Mjolnir, with one q_len or several; its decode part on Mjolnir; none of it."""

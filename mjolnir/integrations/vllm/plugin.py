@@ -3,9 +3,7 @@ names the backend's class and imports nothing else."""
 
 from __future__ import annotations
 
-import logging
-
-logger = logging.getLogger(__name__)
+from mjolnir.integrations.vllm.log import logger
 
 BACKEND_PATH = "mjolnir.integrations.vllm.backend.MjolnirBackend"
 OWN_NAME = "MJOLNIR"

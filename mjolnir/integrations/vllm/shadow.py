@@ -6,16 +6,14 @@ A checked layer copies the pages of two sequences to the host and computes them 
 from __future__ import annotations
 
 import itertools
-import logging
 
 import torch
 
 from mjolnir.integrations.vllm.counters import COUNTERS
+from mjolnir.integrations.vllm.log import logger
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.runner import StepPlan
 from mjolnir.verify.compare import compare
-
-logger = logging.getLogger(__name__)
 
 SEQS_PER_CHECK = 2
 CHECKED, DIFFERS = "shadow check", "shadow check failed"

@@ -1,0 +1,129 @@
+"""What vLLM would use here, and why not more: the section that ``mjolnir doctor --vllm`` adds."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mjolnir.backends import CUTE
+from mjolnir.checks import check_positive_int
+from mjolnir.integrations.vllm import compat, plugin
+from mjolnir.integrations.vllm.eligibility import LayerFacts, why_not
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def describe(
+    backend: str,
+    backend_reason: str,
+    *,
+    model: Path | None = None,
+    kv_cache_dtype: str = "auto",
+    tensor_parallel: int = 1,
+) -> dict[str, Any]:
+    """Plain JSON values. Does not import vLLM.
+
+    Args:
+        backend, backend_reason: what ``choose_backend`` says of the device.
+        model: a folder with a Hugging Face ``config.json``; its layers are listed with what they would run on.
+        kv_cache_dtype, tensor_parallel: as ``vllm serve`` takes them.
+
+    Raises:
+        ValueError: the configuration has no attention heads, or they do not fit tensor_parallel.
+        OSError: it cannot be read.
+    """
+    report: dict[str, Any] = {
+        "vllm": _version(),
+        "plugin": _plugin(),
+        "fallback": compat.fallback_name(),
+        "choose it": "--attention-backend CUSTOM" + f" (from vLLM 0.33 also {plugin.OWN_NAME})",
+        "kernels": "yes" if backend == CUTE else f"no, everything runs on the fallback: {backend_reason}",
+    }
+    if model is not None:
+        for line, count in _layers(model, kv_cache_dtype, tensor_parallel, backend == CUTE).items():
+            report.setdefault("layers", {})[line] = count
+    return report
+
+
+def _version() -> str:
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    known = any(version.startswith(release + ".") for release in compat.TESTED)
+    return version if known else f"{version}: not one of those that Mjolnir is tested with, {', '.join(compat.TESTED)}"
+
+
+def _plugin() -> str:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    found = {entry.value for entry in importlib.metadata.entry_points(group="vllm.general_plugins", name="mjolnir")}
+    if not found:
+        return "vLLM will not find it: mjolnir-attention is not installed in this environment"
+    if allowed is not None and "mjolnir" not in allowed.split(","):
+        return f"vLLM will not load it: VLLM_PLUGINS={allowed}"
+    return f"found, {', '.join(sorted(found))}"
+
+
+def _layers(folder: Path, kv_cache_dtype: str, tensor_parallel: int, has_kernels: bool) -> collections.Counter[str]:
+    """How many layers would run on what, in words."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    counts: collections.Counter[str] = collections.Counter()
+    for facts in layers_of(config, kv_cache_dtype, tensor_parallel):
+        reason = why_not(facts) if isinstance(facts, LayerFacts) else facts
+        if reason is None and not has_kernels:
+            reason = "no kernels for this device"
+        if reason is None and isinstance(facts, LayerFacts):
+            counts[f"decode on Mjolnir: {facts.shape()}"] += 1
+        else:
+            counts[f"on {compat.fallback_name()}: {reason}"] += 1
+    return counts
+
+
+def layers_of(config: dict[str, Any], kv_cache_dtype: str, tensor_parallel: int) -> list[LayerFacts | str]:
+    """The attention layers of a Hugging Face configuration of text, on one rank: facts, or a reason in words.
+
+    It reads what configurations have in common; a model's code may still do something else, which the server's log
+    says when it starts.
+
+    Raises:
+        ValueError: no attention heads, or numbers of heads that do not fit tensor_parallel.
+    """
+    check_positive_int("tensor_parallel", tensor_parallel)
+    count = config.get("num_hidden_layers", 0)
+    if config.get("kv_lora_rank"):
+        return ["MLA: choose another backend, vLLM does not start with this one"] * count
+    heads = config.get("num_attention_heads")
+    if not heads:
+        raise ValueError("config.json has no num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
+        raise ValueError(f"tensor_parallel must fit {heads} heads on {kv_heads} KV heads, got {tensor_parallel}")
+    kinds = config.get("layer_types") or ["full_attention"] * count
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    every_layer = window is not None and "layer_types" not in config
+    dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.float32)
+    facts: list[LayerFacts | str] = []
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention", "attention"):
+            facts.append(f"layers of {kind}")
+            continue
+        facts.append(
+            LayerFacts(
+                num_heads=heads // tensor_parallel,
+                num_kv_heads=max(1, kv_heads // tensor_parallel),
+                head_size=config.get("head_dim") or config["hidden_size"] // heads,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                sliding_window=window if every_layer or kind == "sliding_attention" else None,
+                logits_soft_cap=config.get("attn_logit_softcapping"),
+                has_sinks=config.get("model_type") == "gpt_oss",
+            )
+        )
+    return facts

@@ -1,0 +1,120 @@
+"""`mjolnir doctor --vllm`: what would be used, and why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mjolnir.backends import CUTE, REFERENCE
+from mjolnir.cli import app
+from mjolnir.integrations.vllm import doctor
+
+LLAMA = {
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def layers(tmp_path: Path, config: dict[str, Any], backend: str = CUTE, **options: Any) -> dict[str, int]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return doctor.describe(backend, "why not", model=tmp_path, **options)["layers"]
+
+
+@pytest.mark.parametrize(
+    "config, options, want",
+    [
+        (LLAMA, {"kv_cache_dtype": "fp8"}, {"decode on Mjolnir: fp8, 32/8 heads of 128": 2}),
+        (LLAMA, {"tensor_parallel": 8}, {"decode on Mjolnir: bf16, 4/1 heads of 128": 2}),
+        (LLAMA, {"tensor_parallel": 16}, {"decode on Mjolnir: bf16, 2/1 heads of 128": 2}),
+        (LLAMA, {"kv_cache_dtype": "int8_per_token_head"}, {"on FLASH_ATTN: KV cache dtype int8_per_token_head": 2}),
+        (LLAMA | {"sliding_window": 4096}, {}, {"on FLASH_ATTN: sliding window of 4096": 2}),
+        (
+            LLAMA | {"sliding_window": 4096, "use_sliding_window": False},
+            {},
+            {"decode on Mjolnir: bf16, 32/8 heads of 128": 2},
+        ),
+        (LLAMA | {"head_dim": 80}, {}, {"on FLASH_ATTN: head size 80": 2}),
+        (LLAMA | {"torch_dtype": "float32"}, {}, {"on FLASH_ATTN: queries of float32": 2}),
+        (LLAMA | {"attn_logit_softcapping": 50.0}, {}, {"on FLASH_ATTN: scores capped at 50": 2}),
+        (LLAMA | {"model_type": "gpt_oss"}, {}, {"on FLASH_ATTN: attention sinks": 2}),
+        (
+            LLAMA | {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention", "linear_attention"]},
+            {},
+            {
+                "on FLASH_ATTN: sliding window of 128": 1,
+                "decode on Mjolnir: bf16, 32/8 heads of 128": 1,
+                "on FLASH_ATTN: layers of linear_attention": 1,
+            },
+        ),
+        (
+            LLAMA | {"kv_lora_rank": 512},
+            {},
+            {"on FLASH_ATTN: MLA: choose another backend, vLLM does not start with this one": 2},
+        ),
+        ({"text_config": LLAMA, "vision_config": {}}, {}, {"decode on Mjolnir: bf16, 32/8 heads of 128": 2}),
+    ],
+)
+def test_layers_of_a_model(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], want: dict[str, int]
+) -> None:
+    assert layers(tmp_path, config, **options) == want
+
+
+def test_without_kernels_everything_falls_back(tmp_path: Path) -> None:
+    assert layers(tmp_path, LLAMA, REFERENCE) == {"on FLASH_ATTN: no kernels for this device": 2}
+    assert doctor.describe(REFERENCE, "why not")["kernels"] == "no, everything runs on the fallback: why not"
+
+
+def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel must fit 32 heads on 8 KV heads, got 3"):
+        layers(tmp_path, LLAMA, tensor_parallel=3)
+    with pytest.raises(ValueError, match="no num_attention_heads"):
+        layers(tmp_path, {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    "version, want",
+    [
+        (None, "not installed"),
+        ("0.26.0", "0.26.0"),
+        ("0.33.1+cu130", "0.33.1+cu130"),
+        ("0.3.0", "0.3.0: not one of those that Mjolnir is tested with, 0.26, 0.33"),
+    ],
+)
+def test_vllms_version(monkeypatch: pytest.MonkeyPatch, version: str | None, want: str) -> None:
+    def lookup(name: str) -> str:
+        if version is None:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lookup)
+    assert doctor.describe(CUTE, "")["vllm"] == want
+
+
+def test_whether_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[Any] = []
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group, name: entries)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert doctor.describe(CUTE, "")["plugin"].startswith("vLLM will not find it")
+    entries.append(type("Entry", (), {"value": "mjolnir.integrations.vllm.plugin:register"}))
+    assert doctor.describe(CUTE, "")["plugin"] == "found, mjolnir.integrations.vllm.plugin:register"
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor.describe(CUTE, "")["plugin"] == "vLLM will not load it: VLLM_PLUGINS=other"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    result = CliRunner().invoke(
+        app, ["doctor", "--json", "--vllm", "--model", str(tmp_path), "--kv-cache-dtype", "fp8"]
+    )
+    assert result.exit_code == 0, result.output
+    section = json.loads(result.output)["vLLM"]
+    assert section["fallback"] == "FLASH_ATTN" and sum(section["layers"].values()) == 2
+    plain = CliRunner().invoke(app, ["doctor", "--json"])
+    assert "vLLM" not in json.loads(plain.output)
+    missing = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "none")])
+    assert missing.exit_code == 2 and "config.json" in missing.output
