@@ -211,6 +211,75 @@ def verify(
 
 
 @app.command()
+def calibrate(
+    dump: Annotated[
+        Path | None, typer.Argument(help=".npz or .pt with k.<layer> and v.<layer>; without it the demo's model runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The scales file to write.")] = Path("kv_scales.json"),
+    per: Annotated[str, typer.Option(help="channel or head: what a magnitude is kept of.")] = "channel",
+    headroom: Annotated[float, typer.Option(help="Room above the largest magnitude, a factor.")] = 1.1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the demo's model reads.")] = 16384,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Largest magnitudes of K and V over real activations, as a scales file."""
+    with _user_errors():
+        from mjolnir.calibration.calibrate import observe_demo_model, observe_dump
+        from mjolnir.calibration.scales_file import ScalesFile
+        from mjolnir.checks import check_choice
+
+        check_choice("per", per, ("channel", "head"))
+        if dump is not None:
+            observer, model, source = observe_dump(dump), "", dump.name
+        else:
+            observer = observe_demo_model(
+                tokens, _pick_device(device), lambda done: typer.echo(f"{done} of {tokens} tokens", err=True)
+            )
+            model, source = "SmolLM2-135M-Instruct", "pydoc topics, calibration part"
+        file = ScalesFile.of(observer, per_channel=per == "channel", headroom=headroom, model=model, source=source)
+        file.save(out)
+        typer.echo(f"{len(file.layers)} layers, {file.tokens} tokens: {out}")
+
+
+@app.command()
+def accuracy(
+    k_format: Annotated[str | None, typer.Option(help="K's format; without it the whole study runs.")] = None,
+    v_format: Annotated[str | None, typer.Option(help="V's format, if not K's.")] = None,
+    per: Annotated[str, typer.Option(help="tensor, head or channel: what shares a descale.")] = "head",
+    q_mode: Annotated[str, typer.Option(help="bf16 or fp8: what Q is.")] = "bf16",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens evaluated.")] = 8192,
+    context: Annotated[int, typer.Option(min=8, help="Tokens of a text: the longest context.")] = 2048,
+    scales: Annotated[Path | None, typer.Option(help="A scales file, instead of calibrating first.")] = None,
+    headroom: Annotated[float, typer.Option(help="Room above the largest magnitude, a factor.")] = 1.1,
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens that calibration reads.")] = 16384,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File to write the study to.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """What KV formats cost in quality: SmolLM2 over English text, against the bf16 cache."""
+    with _user_errors():
+        from rich.console import Console
+
+        from mjolnir.accuracy.report import describe, render
+        from mjolnir.accuracy.setting import STUDY, Setting
+        from mjolnir.accuracy.study import Options, run_study
+
+        if k_format is None and v_format is not None:
+            raise ValueError(f"v_format is {v_format!r} without a k_format: give both, or neither for the whole study")
+        settings = STUDY if k_format is None else (Setting(k_format, v_format or k_format, per, q_mode),)
+        options = Options(settings, tokens, context, calibration_tokens, headroom, scales)
+        study = run_study(
+            options,
+            _pick_device(device),
+            progress=lambda text: typer.echo(text, err=True),
+            on_result=lambda result: typer.echo(describe(result), err=True),
+        )
+        console = Console()
+        (console if console.is_terminal else Console(width=140)).print(render(study))
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(study.to_json(), encoding="utf-8")
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Also what vLLM would use, and why not.")] = False,

@@ -43,12 +43,15 @@ def make_cache(**changes) -> PagedKVCache:
 
 def live_rows(cache: PagedKVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V (length, h_k, d) of a layer, dequantised, found token by token through the block table."""
-    k_cache, v_cache, k_scale, v_scale = cache.layer(layer)
+    (k_cache, v_cache), own = cache.layer(layer), cache.scales(layer)
     rows = []
     for position in range(cache.length):
         page, row = int(cache.block_table[0, position // cache.page_size]), position % cache.page_size
         rows.append(
-            [cache.format.decode(c[page, row]) * s[:, None] for c, s in ((k_cache, k_scale), (v_cache, v_scale))]
+            [
+                fmt.decode(c[page, row]) * s[:, None]
+                for fmt, c, s in zip(cache.formats, (k_cache, v_cache), (own.k_scale, own.v_scale), strict=True)
+            ]
         )
     return torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows])
 
@@ -102,7 +105,7 @@ def test_fp8_descales_come_from_the_prompt_per_head_and_later_values_saturate():
     cache.extend(2)
     key = torch.ones(2, 3, 8) * torch.tensor([1.0, 2.0, 4.0])[:, None]
     cache.write(0, key, key * 10)
-    _, _, k_scale, v_scale = cache.layer(0)
+    k_scale, v_scale = cache.scales(0).k_scale, cache.scales(0).v_scale
     torch.testing.assert_close(k_scale, torch.tensor([1.0, 2.0, 4.0]) * HEADROOM / 448)
     torch.testing.assert_close(v_scale, k_scale * 10)
     cache.extend(1)

@@ -70,11 +70,7 @@ class CachedDecoder:
             cache.write(layer, key, value)
             query = query.bfloat16()
             out = torch.empty_like(query)
-            k_blocks, v_blocks = cache.block_scales(layer)
-            runner.run(
-                plan, query, out, *cache.layer(layer), self.model.config.softmax_scale,
-                k_block_scale=k_blocks, v_block_scale=v_blocks,
-            )  # fmt: skip
+            cache.attend(runner, plan, layer, query, out, self.model.config.softmax_scale)
             return out.to(self.model.dtype)
 
         return self.model.forward(torch.tensor([token], device=self.model.device), position, attend)[0]
@@ -212,6 +208,7 @@ def run_demo(
         against_bf16 = Difference.between(ours, decode_logits(decoder("bf16"), prompt_ids, decoded))
         against_full = Difference.between(ours, full_logits(model, prompt_ids, decoded))
     first = times[0] if times else finished
+    c = model.config
     return DemoResult(
         kv_format=kv_format,
         page_size=page_size,
@@ -224,7 +221,7 @@ def run_demo(
         prefill_s=first - loaded,
         tokens_per_s=len(decoded) / (finished - first) if decoded else 0.0,
         cache_bytes_per_token=answering.cache.bytes_per_token,
-        bf16_cache_bytes_per_token=answering.cache.bytes_per_token * 16 // answering.cache.format.bits,
+        bf16_cache_bytes_per_token=2 * 2 * c.num_layers * c.num_kv_heads * c.head_size,  # K and V, 2 bytes each
         against_bf16_cache=against_bf16,
         against_full_attention=against_full,
     )

@@ -5,27 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mjolnir.calibration.scales import KvScales, LayerScales
 from mjolnir.checks import check_positive_int
-from mjolnir.formats import get_format
-from mjolnir.layouts import KVLayout, split_kv_cache
+from mjolnir.formats import KvFormat, get_format
+from mjolnir.runner import DecodeRunner, StepPlan
+from mjolnir.write import write_kv
 
 HEADROOM = 2.0
 """fp8 descales leave room for values this many times the prompt's largest. It costs no precision there, since steps are
 relative, only one power of two of the smallest values. In narrower formats it would, and they get none."""
 
-LAYOUT = KVLayout.B2HND
-
 
 class PagedKVCache:
     """K and V of all layers of one sequence.
 
-    The descales are fixed by the first ``write`` of each layer (the prompt): per KV head, its largest magnitude (in
-    fp8 times HEADROOM) lands on the format's largest value; later values beyond that saturate, but in nvfp4, whose
-    block scales follow. In 16-bit formats descales are 1.
+    Without ``scales``, descales are fixed by the first ``write`` of each layer (the prompt): per KV head, its largest
+    magnitude (in fp8 times HEADROOM) lands on the format's largest value; later values beyond that saturate, but in
+    nvfp4, whose block scales follow. In 16-bit formats descales are 1.
 
     Args:
         max_tokens: what the pages hold; ``extend`` past it raises.
-        kv_format: a name in ``mjolnir.formats``.
+        kv_format, v_format: names in ``mjolnir.formats``, of K and of V; None: V has K's.
+        scales: calibrated ones, of these formats.
         seed: of the order in which pages are handed out.
 
     Attributes:
@@ -44,23 +45,35 @@ class PagedKVCache:
         max_tokens: int,
         kv_format: str,
         device: torch.device,
+        v_format: str | None = None,
+        scales: KvScales | None = None,
         seed: int = 0,
     ) -> None:
-        self.format = get_format(kv_format)
+        self.formats = get_format(kv_format), get_format(v_format or kv_format, "v_format")
         self.page_size = check_positive_int("page_size", page_size)
         self.max_tokens = check_positive_int("max_tokens", max_tokens)
-        widths = self.format.row_width(head_size), self.format.scale_width(head_size)
-        self.bytes_per_token = 2 * num_layers * num_kv_heads * (self.format.row_bytes(head_size) + widths[1])
         max_pages = -(-max_tokens // page_size)
-        shape = (num_layers, max_pages, 2, num_kv_heads, page_size)
-        self._pages = torch.zeros(*shape, widths[0], dtype=self.format.storage_dtype, device=device)
-        self._views = [split_kv_cache(layer, LAYOUT, widths[0]) for layer in self._pages]
-        self._block_scales: list[tuple[Tensor, Tensor]] | list[tuple[None, None]] = [(None, None)] * num_layers
-        if self.format.block:
-            scales = torch.zeros(*shape, widths[1], dtype=torch.float8_e4m3fn, device=device)
-            self._block_scales = [split_kv_cache(layer, LAYOUT, widths[1]) for layer in scales]
-        self._scales = torch.ones(num_layers, 2, num_kv_heads, dtype=torch.float32, device=device)
-        self._scaled = [self.format.bits == 16] * num_layers
+        self.bytes_per_token = (
+            num_layers
+            * num_kv_heads
+            * sum(fmt.row_bytes(head_size) + fmt.scale_width(head_size) for fmt in self.formats)
+        )
+        pages = (num_layers, max_pages, num_kv_heads, page_size)
+
+        def rows(width: int, dtype: torch.dtype) -> Tensor:
+            """(layers, pages, page_size, h_k, width), a page's rows of one head together."""
+            return torch.zeros(*pages, width, dtype=dtype, device=device).transpose(2, 3)
+
+        self._codes = [rows(fmt.row_width(head_size), fmt.storage_dtype) for fmt in self.formats]
+        self._block_scales = [
+            rows(fmt.scale_width(head_size), torch.float8_e4m3fn) if fmt.block else None for fmt in self.formats
+        ]
+        one = torch.ones(1, device=device)
+        self._scales: list[LayerScales | None] = [None] * num_layers
+        if scales is not None:
+            self._scales = [scales.layer(layer) for layer in range(num_layers)]
+        elif all(fmt.bits == 16 for fmt in self.formats):
+            self._scales = [LayerScales(one, one, one, one, None, None)] * num_layers
         self._free = torch.randperm(max_pages, generator=torch.Generator().manual_seed(seed)).tolist()
         self._slots = torch.empty(0, dtype=torch.int64, device=device)  # page · page_size + row of the newest tokens
         self.length = 0
@@ -85,27 +98,53 @@ class PagedKVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Quantise key and value (tokens, h_k, d) of the tokens of the last ``extend`` into their pages."""
-        if not self._scaled[layer]:
-            largest = torch.stack([x.abs().amax(dim=(0, 2)) for x in (key, value)]).float()
-            headroom = HEADROOM if self.format.bits == 8 else 1.0
-            self._scales[layer] = largest * (headroom / self.format.max_value)
-            self._scaled[layer] = True
-        pages, rows = self._slots // self.page_size, self._slots % self.page_size
-        for x, cache, block_scale, scale in zip(
-            (key, value), self._views[layer], self._block_scales[layer], self._scales[layer], strict=True
-        ):
-            blocks = self.format.block_scales(x, scale[:, None])
-            cache[pages, rows] = self.format.encode(x, scale[:, None], blocks)
-            if block_scale is not None and blocks is not None:
-                block_scale.view(torch.uint8)[pages, rows] = blocks.view(torch.uint8)
+        own = self._scales[layer]
+        if own is None:
+            k_scale, v_scale = (
+                x.abs().amax(dim=(0, 2)).float() * (_headroom(fmt) / fmt.max_value)
+                if fmt.bits < 16
+                else torch.ones(1, device=x.device)
+                for x, fmt in zip((key, value), self.formats, strict=True)
+            )
+            own = self._scales[layer] = LayerScales(k_scale, v_scale, k_scale, v_scale, None, None)
+        (k_codes, v_codes), (k_blocks, v_blocks) = self._side_by_side(layer)
+        k_fmt, v_fmt = self.formats
+        write_kv(
+            key, value, k_codes, v_codes, self._slots, own.k_write, own.v_write, kv_format=k_fmt.name,
+            v_format=v_fmt.name, k_block_scale=k_blocks, v_block_scale=v_blocks,
+        )  # fmt: skip
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K and V as (pages, page_size, h_k, row width) views, and their descales (h_k,): what ``DecodeRunner.run``
-        takes."""
-        k_cache, v_cache = self._views[layer]
-        k_scale, v_scale = self._scales[layer]
-        return k_cache, v_cache, k_scale, v_scale
+    def attend(
+        self, runner: DecodeRunner, plan: StepPlan, layer: int, query: Tensor, out: Tensor, softmax_scale: float
+    ) -> None:
+        """``runner.run`` of one layer over this cache, with its scales."""
+        own = self.scales(layer)
+        (k_codes, v_codes), (k_blocks, v_blocks) = self._side_by_side(layer)
+        runner.run(
+            plan, query, out, k_codes, v_codes, own.k_scale, own.v_scale, softmax_scale, own.q_mul, own.o_mul,
+            k_block_scale=k_blocks, v_block_scale=v_blocks,
+        )  # fmt: skip
 
-    def block_scales(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The block scales of K and V of a layer; None where the format has none."""
-        return self._block_scales[layer]
+    def scales(self, layer: int) -> LayerScales:
+        """The scales of a layer.
+
+        Raises:
+            ValueError: it was never written, so that it has none.
+        """
+        own = self._scales[layer]
+        if own is None:
+            raise ValueError(f"layer {layer} has no scales yet: the first write fixes them")
+        return own
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V as (pages, page_size, h_k, row width) views: what ``DecodeRunner.run`` takes."""
+        return self._side_by_side(layer)[0]
+
+    def _side_by_side(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """Codes of K and V, and their block scales."""
+        k_blocks, v_blocks = (None if blocks is None else blocks[layer] for blocks in self._block_scales)
+        return (self._codes[0][layer], self._codes[1][layer]), (k_blocks, v_blocks)
+
+
+def _headroom(fmt: KvFormat) -> float:
+    return HEADROOM if fmt.bits == 8 else 1.0

@@ -92,9 +92,18 @@ class Llama:
         exponents = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
         self.frequencies = config.rope_base**-exponents  # (d / 2,), radians per token
 
-    @torch.inference_mode()
     def forward(self, tokens: Tensor, first_position: int, attend: Attend) -> Tensor:
         """fp32 logits (tokens, vocabulary) of consecutive tokens (int64), the first at ``first_position``."""
+        return self.logits(self.hidden(tokens, first_position, attend))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits (tokens, vocabulary) of what ``hidden`` returned."""
+        return functional.linear(hidden, self.embedding).float()
+
+    @torch.inference_mode()
+    def hidden(self, tokens: Tensor, first_position: int, attend: Attend) -> Tensor:
+        """What logits are made of: the last layer's output, normalised, (tokens, hidden size)."""
         c = self.config
         positions = torch.arange(first_position, first_position + len(tokens), device=self.device)
         angles = positions[:, None, None] * self.frequencies  # (tokens, 1, d / 2)
@@ -107,7 +116,7 @@ class Llama:
             x = x + functional.linear(o.flatten(1), block.attention_output)
             gate, up = functional.linear(self._norm(x, block.mlp_norm), block.gate_up).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, block.down)
-        return functional.linear(self._norm(x, self.final_norm), self.embedding).float()
+        return self._norm(x, self.final_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), (x.shape[-1],), eps=self.config.norm_eps).to(x.dtype) * weight
