@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,6 +371,14 @@ def test_what_follows_a_decode_part_is_cut_out() -> None:
     assert rest.slot_mapping.tolist() == rest.positions.tolist() == list(range(3, 14))
     common.logits_indices_padded = torch.zeros(4)
     assert compat.rest_of(common, 2, 3) is None
+
+
+def test_blocks_are_cut_into_pages_that_the_kernel_reads(backend) -> None:
+    assert backend.get_supported_kernel_block_sizes() == [16, 32, 64, 128, 256]
+    assert compat.page_sizes([SimpleNamespace(base=64)]) == [64, 128, 256]
+    assert compat.page_sizes([64, SimpleNamespace(base=32)]) == [64, 32, 128, 256]
+    odd = [SimpleNamespace(base=48)]
+    assert compat.page_sizes(odd) is odd  # the fallback serves
 
 
 def test_registration(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:

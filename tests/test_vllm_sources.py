@@ -35,7 +35,7 @@ from vllm.v1.attention.backend import (  # noqa: E402
 from vllm.v1.attention.backends import flash_attn  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata  # noqa: E402
-from vllm.v1.worker.utils import AttentionGroup  # noqa: E402
+from vllm.v1.worker.utils import AttentionGroup, select_common_block_size  # noqa: E402
 
 from mjolnir.integrations.vllm import plugin  # noqa: E402
 from mjolnir.integrations.vllm.builder import STEP  # noqa: E402
@@ -44,6 +44,7 @@ from mjolnir.verify.compare import ROW_TOLERANCE, row_errors  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, PAGES = 4, 2, 64, 16, 40
 FP8_QUERY_ERROR = 0.08
+OWN_HOOKS = ("get_name", "get_builder_cls", "get_impl_cls", "get_supported_kernel_block_sizes")
 HAS_NEW_NAMES = hasattr(AttentionBackendEnum, "register")
 
 
@@ -239,13 +240,22 @@ def test_it_is_chosen_by_name(model: Path) -> None:
 
 
 def test_what_it_supports_is_the_fallbacks_to_say() -> None:
-    """Every hook that vLLM asks a backend for, but its name and classes, is the fallback's own."""
+    """Every hook that vLLM asks a backend for, but its name, classes and page sizes, is the fallback's own."""
     backend, fallback = AttentionBackendEnum.CUSTOM.get_class(), flash_attn.FlashAttentionBackend
     for name, _ in inspect.getmembers(AttentionBackend, callable):
-        if name.startswith("__") or name in ("get_name", "get_builder_cls", "get_impl_cls"):
+        if name.startswith("__") or name in OWN_HOOKS:
             continue
         ours, theirs = inspect.getattr_static(backend, name), inspect.getattr_static(fallback, name)
         assert ours is theirs, name
+
+
+@pytest.mark.parametrize("block_size, page_size", [(16, 16), (64, 64), (48, 16), (528, 16), (2 * 528, 32), (1024, 256)])
+def test_odd_blocks_are_cut(block_size: int, page_size: int) -> None:
+    """As vLLM cuts the blocks of hybrid models, whose size their state decides."""
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    specs = ([None],) if HAS_NEW_NAMES else ()
+    assert select_common_block_size(block_size, [backend], *specs) == page_size
+    assert backend.supports_block_size(block_size)
 
 
 def test_the_standins_have_vllms_signatures() -> None:

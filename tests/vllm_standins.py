@@ -136,6 +136,10 @@ class Backend:
         return "FLASH_ATTN"
 
     @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [types.SimpleNamespace(base=16)]
+
+    @staticmethod
     def get_builder_cls() -> Any:
         return Builder
 

@@ -10,7 +10,8 @@ from mjolnir.integrations.vllm.impl import DecodeImpl
 
 
 class BackendNames:
-    """Mixin in front of a backend of vLLM's: only its name differs; what it supports is the fallback's to say."""
+    """Mixin in front of a backend of vLLM's: its name and the sizes that blocks are cut into differ, what it supports
+    is the fallback's to say."""
 
     mjolnir_class: Any = None  # the class itself: vLLM derives from backends to rewrite what they are told
     builder_class: Any = None
@@ -20,6 +21,12 @@ class BackendNames:
     def get_name() -> str:
         """vLLM looks this up among its backends' names."""
         return "CUSTOM"
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, *kv_cache_spec: Any) -> list[Any]:
+        """From 0.33 on vLLM passes the layer's spec, or none."""
+        sizes: list[Any] = super().get_supported_kernel_block_sizes(*kv_cache_spec)  # type: ignore[misc]
+        return compat.page_sizes(sizes)
 
     @classmethod
     def get_builder_cls(cls) -> Any:

@@ -14,6 +14,7 @@ import torch
 from mjolnir import env
 from mjolnir.integrations.vllm.plugin import OWN_NAME
 from mjolnir.layouts import KVLayout
+from mjolnir.runner import PAGE_SIZES
 
 TESTED = ("0.26", "0.33")
 DEFAULT_FALLBACK = "FLASH_ATTN"
@@ -65,6 +66,19 @@ def uniform_graphs_at_most(support: Any, allowed: bool) -> Any:
     """A builder's ``AttentionCGSupport``, capped: full graphs hold steps of one q_len only, or there are none."""
     cap = type(support).UNIFORM_BATCH if allowed else type(support).NEVER
     return support if support.value <= cap.value else cap
+
+
+def page_sizes(kernel_block_sizes: list[Any]) -> list[Any]:
+    """The fallback's kernel block sizes as page sizes of Mjolnir's. Most backends of vLLM's take every multiple of 16,
+    and vLLM then leaves blocks whole, of whatever size a hybrid model's state asks for (528, 784, …)."""
+    pages: list[Any] = []
+    for size in kernel_block_sizes:
+        base = getattr(size, "base", None)
+        if base is None:
+            pages.append(size)
+        else:
+            pages.extend(page for page in PAGE_SIZES if page % base == 0 and page not in pages)
+    return pages or kernel_block_sizes
 
 
 def engine_reasons(vllm_config: Any, impl: Any, fallback: Any) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ class Step:
     Attributes:
         plans: by shape of layer.
         part: the requests that decode.
+        one: fp32, the descale of 16-bit caches; made before any capture, so that no graph has to fill it.
         gather, scatter: of ``ragged_rows``, on the device; None where all requests have one q_len.
         rest: the fallback's metadata of the requests that follow; None where none do.
         is_shadowed: the layers compare their results with the oracle's.
@@ -27,6 +28,7 @@ class Step:
 
     plans: dict[LayerShape, StepPlan]
     part: DecodePart
+    one: torch.Tensor
     gather: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
     rest: Any = None
@@ -56,6 +58,7 @@ class GroupDecoder:
         device: torch.device,
     ) -> None:
         self.max_num_seqs, self.margin, self.device = max_num_seqs, margin, device
+        self.one = torch.ones(1, dtype=torch.float32, device=device)
         self.max_q_len = min(max_q_len, *(shape.max_q_len for shape in shapes))
         self.runners = {
             shape: DecodeRunner(
@@ -79,7 +82,7 @@ class GroupDecoder:
 
     def plan(self, part: DecodePart, block_table: torch.Tensor, seq_lens: torch.Tensor) -> Step:
         """Plan a step from its lengths on the device: one launch per shape, and for a ragged step one copy."""
-        step = Step(self._plans(part, block_table, seq_lens), part)
+        step = Step(self._plans(part, block_table, seq_lens), part, self.one)
         if part.query_lens is not None:
             step.gather, step.scatter = (self._to_device(rows) for rows in ragged_rows(part.query_lens, part.q_len))
         return step

@@ -67,7 +67,6 @@ class DecodeImpl:
             self._quantises_query = bool(self.supports_quant_query_input) and kv_cache_dtype in FP8_NAMES
             self.supports_quant_query_input = False  # read once, by the layer that owns this
         self._views: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._one: torch.Tensor | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Not where the layer can decode here: Mjolnir writes O in the model's dtype."""
@@ -94,9 +93,12 @@ class DecodeImpl:
             )
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("mjolnir does not quantise its output")
-        self._decode(step, layer, query, kv_cache, output)
-        if step.rest is not None:
+        if step.rest is None:
+            self._decode(step, layer, query, kv_cache, output)
+        else:
             done = step.part.num_tokens
+            # Cut, because the number of prefill tokens changes from step to step and a runner checks each layout once.
+            self._decode(step, layer, query[:done], kv_cache, output[:done])
             self._fall_back(
                 layer,
                 query[done:],
@@ -113,7 +115,7 @@ class DecodeImpl:
     ) -> None:
         plan = step.plans[self.mjolnir_shape]  # type: ignore[index]
         k_cache, v_cache = self._split(kv_cache, plan.runner.page_size)
-        k_scale, v_scale = self._scales(layer, kv_cache.device)
+        k_scale, v_scale = self._scales(layer, step)
         rows, result = query, output
         if step.gather is not None:
             rows = query.index_select(0, step.gather)
@@ -148,13 +150,11 @@ class DecodeImpl:
             self._views = (kv_cache, *split_kv_cache(kv_cache, layout, shape.head_size))
         return self._views[1], self._views[2]
 
-    def _scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales(self, layer: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's descales. vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
         if self.mjolnir_shape is not None and self.mjolnir_shape.kv_format == "fp8":
             return layer._k_scale, layer._v_scale
-        if self._one is None or self._one.device != device:
-            self._one = torch.ones(1, dtype=torch.float32, device=device)
-        return self._one, self._one
+        return step.one, step.one
 
     # What the fallback's class brings.
     scale: float
