@@ -329,8 +329,8 @@ def test_a_wrong_result_is_caught_by_the_shadow(backend, monkeypatch, caplog: py
 
     run = DecodeRunner.run
 
-    def wrong(self: DecodeRunner, plan: Any, query: Any, out: torch.Tensor, *args: Any) -> None:
-        run(self, plan, query, out, *args)
+    def wrong(self: DecodeRunner, plan: Any, query: Any, out: torch.Tensor, *args: Any, **more: Any) -> None:
+        run(self, plan, query, out, *args, **more)
         out[1] *= 1.02
 
     monkeypatch.setenv("MJOLNIR_VLLM_SHADOW", "1")

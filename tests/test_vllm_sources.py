@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +38,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata  # noqa: E402
 from vllm.v1.worker.utils import AttentionGroup, select_common_block_size  # noqa: E402
 
-from mjolnir.integrations.vllm import plugin  # noqa: E402
+from mjolnir.integrations.vllm import nvfp4, plugin  # noqa: E402
 from mjolnir.integrations.vllm.builder import STEP  # noqa: E402
 from mjolnir.integrations.vllm.counters import COUNTERS  # noqa: E402
 from mjolnir.verify.compare import ROW_TOLERANCE, row_errors  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, PAGES = 4, 2, 64, 16, 40
-FP8_QUERY_ERROR = 0.08
-OWN_HOOKS = ("get_name", "get_builder_cls", "get_impl_cls", "get_supported_kernel_block_sizes")
+FP8_QUERY_ERROR, BF16_COPY_ERROR = 0.08, 4e-3
+OWN_HOOKS = ("get_name", "get_builder_cls", "get_impl_cls", "get_supported_kernel_block_sizes",
+             "supports_kv_cache_dtype", "get_kv_cache_shape", "customize_spec")  # fmt: skip
 HAS_NEW_NAMES = hasattr(AttentionBackendEnum, "register")
 
 
@@ -127,8 +129,9 @@ class Served:
         finally:
             torch.set_default_dtype(dtype)
         self.builder = self.group.get_metadata_builder(0)
+        row = nvfp4.row_bytes(HEAD_SIZE) if kv_cache_dtype == "nvfp4" else 2 * HEAD_SIZE
         for layer in self.layers.values():
-            layer.kv_cache = torch.zeros(PAGES, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=layer.kv_cache_torch_dtype)
+            layer.kv_cache = torch.zeros(PAGES, KV_HEADS, PAGE, row, dtype=layer.kv_cache_torch_dtype)
             layer.impl.vllm_flash_attn_version = 3
         self.lens = [0, 0, 0]
         self.table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0))[:36].view(3, 12).int()
@@ -176,13 +179,13 @@ class Served:
         return worst
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "auto"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "auto", "nvfp4"])
 def test_a_served_batch(model: Path, kv_cache_dtype: str) -> None:
     """Prefill, decode, drafts of unequal lengths, a prefill beside decodes, padding: vLLM's layers, through vLLM's ops,
     over a cache that the fallback wrote."""
     served = Served(model, kv_cache_dtype, drafts=2)
     assert all(layer.query_quant is None for layer in served.layers.values())
-    rest_limit = FP8_QUERY_ERROR if kv_cache_dtype == "fp8" else ROW_TOLERANCE
+    rest_limit = {"fp8": FP8_QUERY_ERROR, "nvfp4": BF16_COPY_ERROR}.get(kv_cache_dtype, ROW_TOLERANCE)
     for query_lens, padding, path in (
         ([20, 5], 0, "fallback: no request with at most 3 query tokens leads the step"),
         ([1, 1], 0, "decode"),
@@ -195,6 +198,22 @@ def test_a_served_batch(model: Path, kv_cache_dtype: str) -> None:
         ours, rest = served.step(query_lens, padding)
         assert COUNTERS.snapshot() == {path: 1}
         assert ours <= ROW_TOLERANCE and rest <= rest_limit
+
+
+def test_vllm_allocates_the_pages_of_nvfp4(model: Path) -> None:
+    served = Served(model, "nvfp4")
+    spec, page = served.spec, PAGE * KV_HEADS * nvfp4.row_bytes(HEAD_SIZE)
+    if HAS_NEW_NAMES:
+        spec = served.backend.customize_spec(spec)
+        assert served.backend.customize_spec(spec) == spec
+        plain = Served(model, "fp8")
+        assert plain.backend.customize_spec(plain.spec) == plain.spec
+    else:
+        fallback, sizes = flash_attn.FlashAttentionBackend, (9, PAGE, KV_HEADS, HEAD_SIZE)
+        assert math.prod(served.backend.get_kv_cache_shape(*sizes, cache_dtype_str="nvfp4")) == 9 * page
+        assert served.backend.get_kv_cache_block_dim(*sizes[1:], cache_dtype_str="nvfp4") == 0
+        assert served.backend.get_kv_cache_shape(*sizes) == fallback.get_kv_cache_shape(*sizes)
+    assert spec.page_size_bytes == page
 
 
 def test_layers_that_do_not_qualify_are_the_fallbacks(model: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from mjolnir.formats import get_format
+from mjolnir.integrations.vllm import nvfp4
 from mjolnir.reference import decode_attention_oracle
 
 FP8 = torch.float8_e4m3fn
@@ -61,6 +62,7 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     fast_build: bool
+    max_seq_len: int = 0
 
 
 class Builder:
@@ -77,8 +79,9 @@ class Builder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         common = common_attn_metadata
         return Metadata(
-            common.num_actual_tokens, common.query_start_loc, common.seq_lens, common.block_table_tensor, fast_build
-        )
+            common.num_actual_tokens, common.query_start_loc, common.seq_lens, common.block_table_tensor, fast_build,
+            common.max_seq_len,
+        )  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
@@ -134,6 +137,10 @@ class Backend:
     @staticmethod
     def get_name() -> str:
         return "FLASH_ATTN"
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype != "nvfp4"
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
@@ -204,6 +211,7 @@ class Layer:
     attn_backend: Any
     impl: Any
     head_size: int
+    kv_cache_dtype: str
     kv_cache: torch.Tensor
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -239,9 +247,12 @@ def make_layer(
         torch.set_default_dtype(dtype)
     gen = torch.Generator().manual_seed(seed)
     cache = torch.randn(num_pages, num_kv_heads, page_size, 2 * head_size, generator=gen)
-    cache = cache.to(FP8).view(torch.uint8) if kv_cache_dtype == "fp8" else cache.bfloat16()
-    scales = (0.03, 0.5, 2.0) if kv_cache_dtype == "fp8" else (1.0, 1.0, 1.0)
-    return Layer(name, backend, impl, head_size, cache, *(torch.tensor(scale) for scale in scales))
+    if kv_cache_dtype == "nvfp4":
+        cache = torch.zeros(num_pages, num_kv_heads, page_size, 2 * (head_size // 2 + head_size // 16)).byte()
+    else:
+        cache = cache.to(FP8).view(torch.uint8) if kv_cache_dtype == "fp8" else cache.bfloat16()
+    scales = (0.03, 0.5, 2.0) if kv_cache_dtype in ("fp8", "nvfp4") else (1.0, 1.0, 1.0)
+    return Layer(name, backend, impl, head_size, kv_cache_dtype, cache, *(torch.tensor(scale) for scale in scales))
 
 
 def make_config(layers: Sequence[Layer], drafts: int = 0, max_num_seqs: int = 16) -> Any:
@@ -303,14 +314,19 @@ def attend(layer: Layer, metadata: Any, query: torch.Tensor) -> torch.Tensor:
 
 def expected(layer: Layer, common: CommonAttentionMetadata, query: torch.Tensor) -> torch.Tensor:
     """fp64, of all tokens of live requests."""
-    k_cache, v_cache = layer.kv_cache.transpose(1, 2).split(layer.head_size, dim=-1)
-    fmt = "fp8" if layer.kv_cache.dtype == torch.uint8 else "bf16"
+    k_blocks = v_blocks = None
+    if layer.kv_cache_dtype == "nvfp4":
+        k_cache, v_cache, k_blocks, v_blocks = nvfp4.split(layer.kv_cache, layer.head_size)
+    else:
+        k_cache, v_cache = layer.kv_cache.transpose(1, 2).split(layer.head_size, dim=-1)
+    fmt = {"auto": "bf16"}.get(layer.kv_cache_dtype, layer.kv_cache_dtype)
     starts = common.query_start_loc_cpu.tolist()
     parts = [
         decode_attention_oracle(
             query[start:end], k_cache, v_cache, layer._k_scale, layer._v_scale,
             common.block_table_tensor[request : request + 1], common.seq_lens[request : request + 1],
             q_len=end - start, softmax_scale=layer.impl.scale, kv_format=fmt,
+            k_block_scale=k_blocks, v_block_scale=v_blocks,
         )[0]
         for request, (start, end) in enumerate(itertools.pairwise(starts))
         if end > start

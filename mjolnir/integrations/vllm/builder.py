@@ -12,7 +12,7 @@ import torch
 from mjolnir import env
 from mjolnir.integrations.vllm import compat, counters
 from mjolnir.integrations.vllm.decoder import GroupDecoder, Step
-from mjolnir.integrations.vllm.eligibility import LayerShape, why_not_pages
+from mjolnir.integrations.vllm.eligibility import NVFP4_NAME, LayerShape, why_not_pages
 from mjolnir.integrations.vllm.log import logger
 from mjolnir.integrations.vllm.steps import DecodePart, decode_part
 
@@ -151,6 +151,11 @@ def _make_decoder(
             reason = f"no kernel: {type(error).__name__}: {error}"
             against.setdefault(reason, []).extend(name for names in shapes.values() for name in names)
             shapes = {}
+    if any(layer.kv_cache_dtype == NVFP4_NAME for layer in layers.values() if hasattr(layer, "kv_cache_dtype")):
+        # The fallback could attend to copies, but a graph of it would hold copies of the longest sequences there are.
+        if against or decoder is None or decoder.max_q_len < 1 + compat.speculative_tokens(vllm_config):
+            reasons = "; ".join(against) or f"{1 + compat.speculative_tokens(vllm_config)} query tokens per request"
+            raise ValueError(f"only Mjolnir reads nvfp4 caches here, and it cannot decode every layer: {reasons}")
     for reason, names in against.items():
         for name in names:
             if hasattr(layers[name].impl, "mjolnir_reason"):

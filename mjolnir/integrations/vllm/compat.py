@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from mjolnir import env
+from mjolnir.integrations.vllm.eligibility import LayerShape
 from mjolnir.integrations.vllm.plugin import OWN_NAME
-from mjolnir.layouts import KVLayout
+from mjolnir.layouts import KVLayout, detect_kv_layout
 from mjolnir.runner import PAGE_SIZES
 
 TESTED = ("0.26", "0.33")
 DEFAULT_FALLBACK = "FLASH_ATTN"
 
 CACHE_LAYOUTS = dict.fromkeys(("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), KVLayout.BHN2D)
-"""Logical layout of the cache tensors of these backends, in both releases; that of others follows from the shape."""
+"""Logical layout of the cache tensors of these backends, in both releases."""
 
 _PER_REQUEST = frozenset(
     {
@@ -79,6 +80,16 @@ def page_sizes(kernel_block_sizes: list[Any]) -> list[Any]:
         else:
             pages.extend(page for page in PAGE_SIZES if page % base == 0 and page not in pages)
     return pages or kernel_block_sizes
+
+
+def cache_layout(kv_cache: torch.Tensor, shape: LayerShape, page_size: int) -> KVLayout:
+    """How K and V lie in a cache of the fallback's. Of a backend that is not known, as the shape says.
+
+    Raises:
+        ValueError: no known layout has this shape.
+    """
+    known = CACHE_LAYOUTS.get(fallback_name())
+    return detect_kv_layout(kv_cache.shape, shape.num_kv_heads, page_size, shape.head_size, known)
 
 
 def engine_reasons(vllm_config: Any, impl: Any, fallback: Any) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from mjolnir.signature import DTYPE_NAMES
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
 FP8_NAMES = ("fp8", "fp8_e4m3")
+NVFP4_NAME = "nvfp4"
 HALF_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,6 +77,8 @@ def kv_format_of(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
     """Mjolnir's name of vLLM's cache dtype for a model of ``dtype``; None where there is none."""
     if kv_cache_dtype in FP8_NAMES:
         return "fp8"
+    if kv_cache_dtype == NVFP4_NAME:
+        return "nvfp4"
     if kv_cache_dtype == "auto":
         return DTYPE_NAMES.get(dtype)
     # Queries and a 16-bit cache have one dtype in every vLLM backend.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mjolnir.integrations.vllm import compat, shadow
+from mjolnir.integrations.vllm import compat, nvfp4, shadow
 from mjolnir.integrations.vllm.builder import STEP
 from mjolnir.integrations.vllm.decoder import Step
-from mjolnir.integrations.vllm.eligibility import FP8_NAMES, LayerFacts, LayerShape, why_not
-from mjolnir.layouts import detect_kv_layout, split_kv_cache
+from mjolnir.integrations.vllm.eligibility import FP8_NAMES, NVFP4_NAME, LayerFacts, LayerShape, why_not
+from mjolnir.layouts import split_kv_cache
 
 
 class DecodeImpl:
@@ -40,8 +40,10 @@ class DecodeImpl:
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
+        # Over an nvfp4 cache the fallback attends to 16-bit copies of its pages.
+        fallback_dtype = "auto" if kv_cache_dtype == NVFP4_NAME else kv_cache_dtype
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,  # type: ignore[call-arg]
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, fallback_dtype,  # type: ignore[call-arg]
             logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra,
         )  # fmt: skip
         from vllm.config import get_current_vllm_config_or_none
@@ -61,18 +63,29 @@ class DecodeImpl:
             engine=compat.engine_reasons(get_current_vllm_config_or_none(), self, self.fallback),
         )
         self.mjolnir_reason = why_not(facts)
+        if kv_cache_dtype == NVFP4_NAME and self.mjolnir_reason is not None:
+            raise ValueError(f"only Mjolnir reads nvfp4 caches here, and not for this layer: {self.mjolnir_reason}")
         self.mjolnir_shape: LayerShape | None = None if self.mjolnir_reason else facts.shape()
         self._quantises_query = False
         if self.mjolnir_shape is not None:
             self._quantises_query = bool(self.supports_quant_query_input) and kv_cache_dtype in FP8_NAMES
             self.supports_quant_query_input = False  # read once, by the layer that owns this
-        self._views: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._views: tuple[torch.Tensor, nvfp4.Views] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Not where the layer can decode here: Mjolnir writes O in the model's dtype."""
         if self.mjolnir_shape is not None:
             return False
         return bool(super().fused_output_quant_supported(quant_key))  # type: ignore[misc]
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """The fallback's, except into nvfp4 caches."""
+        if self._is_nvfp4():
+            nvfp4.write(self._split(kv_cache, kv_cache.shape[2]), layer, key, value, slot_mapping)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
     def forward(
         self,
@@ -114,47 +127,66 @@ class DecodeImpl:
         self, step: Step, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor
     ) -> None:
         plan = step.plans[self.mjolnir_shape]  # type: ignore[index]
-        k_cache, v_cache = self._split(kv_cache, plan.runner.page_size)
+        views = self._split(kv_cache, plan.runner.page_size)
         k_scale, v_scale = self._scales(layer, step)
         rows, result = query, output
         if step.gather is not None:
             rows = query.index_select(0, step.gather)
             result = torch.empty_like(rows)
-        plan.runner.run(plan, rows, result, k_cache, v_cache, k_scale, v_scale, self.scale)
+        plan.runner.run(
+            plan, rows, result, views.k, views.v, k_scale, v_scale, self.scale,
+            k_block_scale=views.k_blocks, v_block_scale=views.v_blocks,
+        )  # fmt: skip
         if step.is_shadowed:
-            shadow.check(plan, rows, result, k_cache, v_cache, k_scale, v_scale, self.scale, layer.layer_name)
+            shadow.check(plan, rows, result, views, k_scale, v_scale, self.scale, layer.layer_name)
         if step.scatter is not None:
             torch.index_select(result, 0, step.scatter, out=output[: step.part.num_tokens])
 
-    def _fall_back(self, layer: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
-        attn_metadata = args[3]
+    def _fall_back(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        *more: Any,
+    ) -> torch.Tensor:
         if self._quantises_query and attn_metadata is not None:
             self.supports_quant_query_input = True
             query = compat.quantise_query(query, layer)
-        out: torch.Tensor = super().forward(layer, query, *args)  # type: ignore[misc]
+        if self._is_nvfp4() and attn_metadata is not None:
+            views = self._split(kv_cache, kv_cache.shape[2])
+            kv_cache, attn_metadata = nvfp4.expand(views, layer, self._shape(), attn_metadata)
+            layer = nvfp4.unscaled(layer, kv_cache.device)
+        out: torch.Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, *more)  # type: ignore[misc]
         return out
 
-    def _split(self, kv_cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _is_nvfp4(self) -> bool:
+        return self.mjolnir_shape is not None and self.mjolnir_shape.kv_format == "nvfp4"
+
+    def _shape(self) -> LayerShape:
+        if self.mjolnir_shape is None:
+            raise RuntimeError(f"the layer does not decode here: {self.mjolnir_reason}")
+        return self.mjolnir_shape
+
+    def _split(self, kv_cache: torch.Tensor, page_size: int) -> nvfp4.Views:
         """K and V of the layer's cache, made once."""
         if self._views is None or self._views[0] is not kv_cache:
-            shape = self.mjolnir_shape
-            if shape is None:
-                raise RuntimeError(f"the layer does not decode here: {self.mjolnir_reason}")
-            layout = detect_kv_layout(
-                kv_cache.shape,
-                shape.num_kv_heads,
-                page_size,
-                shape.head_size,
-                compat.CACHE_LAYOUTS.get(compat.fallback_name()),
-            )
-            self._views = (kv_cache, *split_kv_cache(kv_cache, layout, shape.head_size))
-        return self._views[1], self._views[2]
+            shape = self._shape()
+            if self._is_nvfp4():
+                views = nvfp4.split(kv_cache, shape.head_size)
+            else:
+                layout = compat.cache_layout(kv_cache, shape, page_size)
+                views = nvfp4.Views(*split_kv_cache(kv_cache, layout, shape.head_size))
+            self._views = kv_cache, views
+        return self._views[1]
 
     def _scales(self, layer: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's descales. vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
-        if self.mjolnir_shape is not None and self.mjolnir_shape.kv_format == "fp8":
-            return layer._k_scale, layer._v_scale
-        return step.one, step.one
+        if self._shape().kv_format in ("bf16", "fp16"):
+            return step.one, step.one
+        return layer._k_scale, layer._v_scale
 
     # What the fallback's class brings.
     scale: float

@@ -11,6 +11,7 @@ import torch
 
 from mjolnir.integrations.vllm.counters import COUNTERS
 from mjolnir.integrations.vllm.log import logger
+from mjolnir.integrations.vllm.nvfp4 import Views
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.runner import StepPlan
 from mjolnir.verify.compare import compare
@@ -25,8 +26,7 @@ def check(
     plan: StepPlan,
     query: torch.Tensor,
     out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    views: Views,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     softmax_scale: float,
@@ -45,8 +45,8 @@ def check(
         rows = slice(seq * plan.q_len, (seq + 1) * plan.q_len)
         expected, lse = decode_attention_oracle(
             query[rows].cpu(),
-            k_cache[pages].view(fmt.storage_dtype).cpu(),
-            v_cache[pages].view(fmt.storage_dtype).cpu(),
+            views.k[pages].view(fmt.storage_dtype).cpu(),
+            views.v[pages].view(fmt.storage_dtype).cpu(),
             _of_sequence(k_scale, seq).cpu(),
             _of_sequence(v_scale, seq).cpu(),
             torch.arange(len(pages)).view(1, -1),
@@ -55,6 +55,8 @@ def check(
             softmax_scale=softmax_scale,
             causal=plan.causal,
             kv_format=fmt.name,
+            k_block_scale=None if views.k_blocks is None else views.k_blocks[pages].cpu(),
+            v_block_scale=None if views.v_blocks is None else views.v_blocks[pages].cpu(),
         )
         faults = compare(out[rows].cpu(), lse, expected, lse).faults(out.dtype)
         COUNTERS.record(CHECKED)
