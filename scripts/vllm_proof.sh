@@ -11,7 +11,8 @@ if [ "${1:-}" = --compile ]; then
   # Groups of 3 and 4 query heads, up to 4 query tokens: 8 and 16 rows.
   exec "${PYTHON:-python3}" -m mjolnir compile --out "${2:?the folder for kernels}" \
     'decode_sm_90a_fp8_qbf16_obf16_d*[48]_r8_split_pdl' 'decode_sm_90a_fp8_qbf16_obf16_d*[48]_r16_split_pdl' \
-    'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r8_split_pdl' 'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r16_split_pdl'
+    'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r8_split_pdl' 'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r16_split_pdl' \
+    'decode_sm_90a_nvfp4_qbf16_obf16_d128_r8_split_pdl' 'decode_sm_90a_nvfp4_qbf16_obf16_d128_r16_split_pdl'
 fi
 out=${1:?the folder for results}
 shift

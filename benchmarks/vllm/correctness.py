@@ -63,6 +63,24 @@ def generate(engine: Engine, prompts: list[list[int]]) -> list[Generated]:
     ]
 
 
+def keep_what_the_codec_keeps() -> None:
+    """Make FLASH_ATTN's write store what nvfp4 would keep of K and V, computed by the codec in PyTorch, in 16 bits."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from mjolnir.formats import get_format
+
+    fmt, write = get_format("nvfp4"), FlashAttentionImpl.do_kv_cache_update
+
+    def kept(x: Any, scale: Any) -> Any:
+        blocks = fmt.block_scales(x, scale)
+        return (fmt.decode(fmt.encode(x, scale, blocks), blocks) * scale).to(x.dtype)
+
+    def do_kv_cache_update(self: Any, layer: Any, key: Any, value: Any, *args: Any) -> None:
+        write(self, layer, kept(key, layer._k_scale), kept(value, layer._v_scale), *args)
+
+    FlashAttentionImpl.do_kv_cache_update = do_kv_cache_update
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
@@ -84,8 +102,10 @@ def main() -> None:
         if name == "shadow":
             os.environ["MJOLNIR_VLLM_SHADOW"] = "16"
         try:
+            # vLLM has no nvfp4 to compare with on this GPU.
+            kv = "bfloat16" if backend != OURS and args.kv == "nvfp4" else args.kv
             engine = Engine(
-                args.model, backend, args.kv, graphs=graphs, drafts=drafts,
+                args.model, backend, kv, graphs=graphs, drafts=drafts,
                 capture_sizes=[size * (1 + drafts) for size in SIZES], max_model_len=1024, max_num_seqs=PROMPTS,
                 # Prefill comes in pieces, so that steps hold both.
                 max_num_batched_tokens=1024, gpu_memory_utilization=0.15, kv_cache_memory_bytes=2 << 30,
@@ -110,6 +130,8 @@ def main() -> None:
         save()
         return generated
 
+    if args.kv == "nvfp4":
+        keep_what_the_codec_keeps()
     reference = run("FLASH_ATTN", "eager") or []
     for name in args.runs.split(","):
         if time.time() > args.deadline:

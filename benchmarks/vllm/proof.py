@@ -40,7 +40,8 @@ METHOD = (
     "decode steps; every run against FLASH_ATTN, eager, of the same cache dtype, without speculation. chosen_diff: "
     "|log-probability of the chosen token, ours - theirs| before the first divergence; near_ties: divergences at which "
     "each token is among the other run's five best and at most 0.5 nat apart in both; faults: any other difference. "
-    "steps: what Mjolnir's counters say. FLASH_ATTN rounds queries to fp8 over fp8 caches, Mjolnir does not. graphs: "
+    "steps: what Mjolnir's counters say. FLASH_ATTN rounds queries to fp8 over fp8 caches, Mjolnir does not; for nvfp4 "
+    "it has a bf16 cache of what the codec, in PyTorch, keeps of K and V. graphs: "
     "full CUDA graphs of decode steps, without torch.compile; default: what vLLM does by itself. speed: a Qwen3-like "
     "model, 32 query heads on 8, head size 128, hidden size 4096, random weights in bf16, fp8 cache full of random "
     "finite values, contexts without prefill through a KV connector that claims them, full CUDA graphs of decode "
@@ -123,6 +124,7 @@ class Proof:
             "fp8#default": "default",
             "bfloat16": "graphs,eager,graphs+ngram",
             "fp8@TRITON_ATTN": "graphs,shadow",
+            "nvfp4": "graphs,eager,graphs+ngram,shadow",
         })  # fmt: skip
 
     def smollm(self) -> None:
