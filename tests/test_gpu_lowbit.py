@@ -119,3 +119,21 @@ def test_pools_past_2_to_the_31_bytes() -> None:
     block_table.clamp_(max=pages - 1)
     problem.cache = dataclasses.replace(cache, k_cache=codes, v_cache=codes, block_table=block_table, **big)
     assert_oracle(problem, *run(make_runner(problem), problem))
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31 - 1, 10_000])
+@pytest.mark.parametrize("kv_format", LOW_BIT)
+def test_a_page_that_is_none_reads_as_zeros(kv_format: str, wrong: int) -> None:
+    """Inside a sequence, by a caller's error: of block scales too nothing outside the cache is read."""
+    problem = make_problem([200], "cuda", kv_format=kv_format)
+    cache = problem.cache
+    spare = next(page for page in range(len(cache.k_cache)) if page not in cache.block_table[0, :4].tolist())
+    for t in (cache.k_cache, cache.v_cache, cache.k_blocks, cache.v_blocks):
+        if t is not None:
+            t[spare].view(torch.uint8).zero_()
+    named = cache.block_table.clone()
+    cache.block_table[0, 1] = wrong
+    named[0, 1] = spare
+    out, lse = run(make_runner(problem), problem)
+    problem.cache = dataclasses.replace(cache, block_table=named)
+    assert_oracle(problem, out, lse)

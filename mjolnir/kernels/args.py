@@ -53,3 +53,4 @@ class DecodeArgs(NamedTuple):
     softmax_scale: Float32
     k_blocks: BlockScales
     v_blocks: BlockScales
+    num_pages: Int32

@@ -155,6 +155,7 @@ class DecodeKernel:
             softmax_scale,
             BlockScales(k_block_scale, k_block_token_stride, k_block_head_stride, k_block_page_stride),
             BlockScales(v_block_scale, v_block_token_stride, v_block_head_stride, v_block_page_stride),
+            num_pages,
         )
         self.kernel(maps[0], maps[1], args).launch(
             grid=(grid, 1, 1),

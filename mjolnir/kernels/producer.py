@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from mjolnir.kernels import ptx
+from mjolnir.kernels.args import BlockScales
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.work import Mailbox, Work, first_stage, load_row, num_tiles, piece_of
 from mjolnir.plan import PLAN_COLUMNS
@@ -131,16 +134,22 @@ class Producer:
         for i in cutlass.range_constexpr(max(1, geo.tile // WARP)):
             row = lane + i * WARP
             # The page is known to the lane that loads the box of this row of K.
-            row_page = Int64(cute.arch.shuffle_sync(page, (2 * (row >> log2_rows) * boxes) & (WARP - 1)))
+            row_page = cute.arch.shuffle_sync(page, (2 * (row >> log2_rows) * boxes) & (WARP - 1))
             if row < rows:
-                in_page = Int64((first + row) & page_mask)
+                named = (
+                    Int32(1) if (row_page >= 0) & (row_page < args.num_pages) else Int32(0)
+                )  # else zeros, as of codes
+                place = Int64(row_page), Int64((first + row) & page_mask), Int64(head)
                 if cutlass.const_expr(geo.k.scale_bytes > 0):
-                    blocks = args.k_blocks
-                    at = row_page * blocks.page_stride + in_page * blocks.token_stride + head * blocks.head_stride
-                    ptx.cp_async(scales + row * geo.k.scale_bytes, blocks.base + at, geo.k.scale_bytes)
+                    size = geo.k.scale_bytes
+                    ptx.cp_async(scales + row * size, block_address(args.k_blocks, *place), size, named * size)
                 if cutlass.const_expr(geo.v.scale_bytes > 0):
-                    blocks = args.v_blocks
-                    at = row_page * blocks.page_stride + in_page * blocks.token_stride + head * blocks.head_stride
-                    dst = scales + geo.tile * geo.k.scale_bytes + row * geo.v.scale_bytes
-                    ptx.cp_async(dst, blocks.base + at, geo.v.scale_bytes)
+                    size = geo.v.scale_bytes
+                    dst = scales + geo.tile * geo.k.scale_bytes + row * size
+                    ptx.cp_async(dst, block_address(args.v_blocks, *place), size, named * size)
         ptx.cp_async_arrive(smem + geo.full_offset + 8 * stage)
+
+
+def block_address(blocks: BlockScales, page: Any, token: Any, head: Any) -> Any:
+    """Of a row's block scales."""
+    return blocks.base + page * blocks.page_stride + token * blocks.token_stride + head * blocks.head_stride

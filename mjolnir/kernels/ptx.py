@@ -143,8 +143,9 @@ def prefetch_l2(addr: Any) -> None:
 # Asynchronous copies of 4, 8 or 16 bytes by a thread
 
 
-def cp_async(dst: Any, src: Any, size: int) -> None:
-    _asm("", f"cp.async.ca.shared.global [$0], [$1], {size};", [dst, src], "rl", True)
+def cp_async(dst: Any, src: Any, size: int, src_size: Any) -> None:
+    """Copy ``src_size`` bytes, and zeros up to ``size``; with 0 of them ``src`` is not read."""
+    _asm("", f"cp.async.ca.shared.global.L2::64B [$0], [$1], {size}, $2;", [dst, src, src_size], "rlr", True)
 
 
 def cp_async_arrive(addr: Any) -> None:
