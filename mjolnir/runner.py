@@ -76,7 +76,7 @@ class DecodeRunner:
         ctas_per_sm: thread blocks per multiprocessor; None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
             as balance asks for.
-        kv_stages: stages of the K and V ring; None: tuned.
+        kv_stages: stages of the K and V ring, more than four of them of fewer tokens each; None: tuned.
         pdl: launch with programmatic stream serialization (the prologue overlaps the kernel before).
         l2_prefetch: tiles beyond the ring to prefetch into L2; 0: none.
         kv_evict_first: stream K and V through L2 with the evict-first policy.
