@@ -111,10 +111,10 @@ class Geometry:
         # takes rows_per_warp * d / 32 registers a lane, 64 at d = 128.
         rows_per_warp = 16 if rows >= 16 and d <= 128 and max(k.bits, v.bits) <= 8 else 8
         row_groups = rows // rows_per_warp
-        # S takes rows_per_warp * tile / 32 registers a lane, too many beside O at 16 rows and 64 tokens.
+        # S takes rows_per_warp * tile / 32 registers a lane: too many, for 64 tokens, beside O at 16 rows or d = 256.
         # More stages than RING_STAGES are smaller ones.
         fitting = 1 << (ring_bytes // max(RING_STAGES, variant.stages) // token_bytes).bit_length() - 1
-        tile = min(64 if rows_per_warp == 8 else 32, max(16, fitting))
+        tile = min(64 if rows_per_warp == 8 and d <= 128 else 32, max(16, fitting))
         stages = variant.stages or ring_bytes // (token_bytes * tile)
         kv_groups = min(max(4, row_groups) // row_groups, stages)
         if not variant.stages:
