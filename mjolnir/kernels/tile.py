@@ -172,13 +172,13 @@ class TileMath:
                         i += 1
 
     def v_scales(self, v_scales: Any, tokens: list[Any], first: int, g: Any) -> list[Any]:
-        """Of two tokens: the block scales of lane g's run, as f16x2 of both tokens."""
-        width = self.geo.v.scale_bytes  # 16, 8 or 4 for 8 lanes
+        """Of two tokens: the block scales of lane g's run, each an f16x2 of both tokens."""
+        width = self.geo.v.scale_bytes
         if not width:
             return []
-        offset = g * width >> 3
+        # 16, 8 or 4 bytes for 8 lanes: two scales each, one each, or one for two.
         load = ptx.lds_u16 if width == 16 else ptx.lds_u8
-        even, odd = (load(v_scales + (first + token) * width + (g * 2 if width == 16 else offset)) for token in tokens)
+        even, odd = (load(v_scales + (first + token) * width + (g * width >> 3)) for token in tokens)
         if width == 16:
             return list(ptx.e4m3x4_to_f16x2x2(ptx.prmt(even, odd, 0x5140)))
         return [ptx.e4m3x2_to_f16x2(ptx.mad(odd, 256, even))]
