@@ -156,6 +156,7 @@ def bench(
     l2_prefetch: Annotated[int, typer.Option()] = 0,
     max_splits: Annotated[int | None, typer.Option()] = None,
     pdl: Annotated[bool, typer.Option()] = True,
+    q_mode: Annotated[str, typer.Option(help="bf16 or fp8, as DecodeRunner takes it.")] = "bf16",
 ) -> None:
     """Time per call against the memory floor, L2 cold, on a GPU."""
     with _user_errors():
@@ -167,7 +168,7 @@ def bench(
         from mjolnir.bench.peers import NAMES
         from mjolnir.bench.report import describe, render
 
-        knobs = Knobs(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch)
+        knobs = Knobs(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, q_mode)
         names = tuple(peer or NAMES) if peers is not None else tuple(peer or ())
         options = Options(suite, tuple(shape or ()), data, repeat, budget_s, knobs, shard, names)
         if list_only:

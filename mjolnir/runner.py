@@ -20,6 +20,7 @@ import torch
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
 from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths
 from mjolnir.formats import get_format
+from mjolnir.query_fp8 import QueryQuantiser
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature, layout_key, needs_q_split
 from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
@@ -70,7 +71,8 @@ class DecodeRunner:
         out_dtype: torch.bfloat16 or torch.float16.
         max_num_seqs: largest num_seqs of a plan.
         max_q_len: largest q_len of a plan; max_q_len × h_q / h_k is at most 64.
-        q_mode: "bf16" keeps Q in 16 bits ("fp8" is not implemented yet).
+        q_mode: "bf16" keeps Q in 16 bits; "fp8" quantises it before every run, one descale per sequence and KV head
+            (mjolnir/query_fp8.py).
         kv_format: "fp8" (e4m3), "fp8_e5m2", "e2m3", "nvfp4", "bf16" or "fp16"; docs/formats.md says what they store.
         v_format: V's format where it is not K's.
         ctas_per_sm: thread blocks per multiprocessor; None: tuned.
@@ -90,7 +92,6 @@ class DecodeRunner:
 
     Raises:
         ValueError, TypeError: an argument out of its range, named.
-        NotImplementedError: q_mode="fp8".
     """
 
     def __init__(
@@ -129,9 +130,7 @@ class DecodeRunner:
             raise ValueError(
                 f"max_q_len * (num_heads / num_kv_heads) must be at most {MAX_ROWS}, got {max_q_len} * {self.group}"
             )
-        check_choice("q_mode", q_mode, ("bf16", "fp8"))
-        if q_mode == "fp8":
-            raise NotImplementedError('q_mode="fp8" is not implemented yet; q_mode="bf16" reads bf16 and fp16 queries')
+        self.q_mode = check_choice("q_mode", q_mode, ("bf16", "fp8"))
         self.kv_format = get_format(kv_format)
         self.v_format = self.kv_format if v_format is None else get_format(v_format, "v_format")
         tuning = Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count)
@@ -142,6 +141,10 @@ class DecodeRunner:
             self.v_format.name,
         )  # fmt: skip
         self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
+        self._quantiser: QueryQuantiser | None = None
+        if self.q_mode == "fp8":
+            self._quantiser = QueryQuantiser(self._shape, self.device, self.max_num_seqs, self.max_q_len)
+        self._given: dict[tuple[Any, ...], Signature] = {}  # layouts as given, where the quantiser makes others of them
         self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
         if self.backend == CUTE:
@@ -279,6 +282,18 @@ class DecodeRunner:
             raise TypeError(f"softmax_scale must be a float, got {softmax_scale!r} ({type(softmax_scale).__name__})")
         if not abs(softmax_scale) <= FLT_MAX:
             raise ValueError(f"softmax_scale must be a finite fp32 number, got {softmax_scale!r}")
+        if self._cute is not None and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(
+                    plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse,
+                    k_block_scale, v_block_scale,
+                )  # fmt: skip
+        if self._quantiser is not None:
+            given = self._check_given(
+                plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
+            )
+            query, k_scale = self._quantiser(given, query, k_scale, q_mul, plan.q_len)
+            q_mul = None
         if self._cute is None:
             self._prepare(
                 plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
@@ -290,12 +305,6 @@ class DecodeRunner:
                 v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
             )  # fmt: skip
             return
-        if torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                return self.run(
-                    plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse,
-                    k_block_scale, v_block_scale,
-                )  # fmt: skip
         signature, launch = self._prepare(
             plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
         )
@@ -323,6 +332,22 @@ class DecodeRunner:
         )
         if target is not out:
             out.copy_(target)
+
+    def _check_given(self, plan: StepPlan, *tensors: Any) -> Signature:
+        """The signature of ``run``'s own tensors, where others are made of them."""
+        try:
+            key = layout_key(tensors)
+        except AttributeError:  # not a tensor: the check says which
+            Signature.check(self._shape, self.device, *tensors)
+            raise
+        given = self._given.get(key)
+        if given is None:
+            given = Signature.check(self._shape, self.device, *tensors)
+            if len(self._given) >= MAX_PREPARED:
+                self._given.clear()
+            self._given[key] = given
+        given.check_step(plan.num_seqs, plan.q_len)
+        return given
 
     def _prepare(self, plan: StepPlan, *tensors: Any) -> tuple[Signature, Any]:
         """The checked layout of ``run``'s tensors and, on a GPU, the kernel for it: made once per layout."""
@@ -354,6 +379,8 @@ class DecodeRunner:
         if self._cute is not None:
             with torch.cuda.device(self.device):
                 self._cute.compile_planner()
+                if self._quantiser is not None:
+                    self._quantiser.compile(range(1, self.max_q_len + 1), query_dtype or self.out_dtype, q_mul)
 
     def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernel of one q_len unless the process has it; arguments as ``precompile``."""
@@ -374,7 +401,9 @@ class DecodeRunner:
 
     def _variant(self, q_len: int, query_dtype: torch.dtype | None, q_mul: bool) -> Any:
         dtype = check_choice("query_dtype", query_dtype or self.out_dtype, tuple(DTYPE_NAMES))
-        return self._cute.variant(self._check_q_len(q_len), DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul))
+        return self._cute.variant(
+            self._check_q_len(q_len), DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul and self._quantiser is None)
+        )
 
 
 def _device(device: torch.device | str) -> torch.device:

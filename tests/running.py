@@ -107,7 +107,11 @@ def variant_of(runner: DecodeRunner, problem: Problem, tuning: dict[str, Any]) -
 
 
 def make_runner(
-    problem: Problem, out_dtype: torch.dtype = torch.float16, max_num_seqs: int | None = None, **tuning: Any
+    problem: Problem,
+    out_dtype: torch.dtype = torch.float16,
+    max_num_seqs: int | None = None,
+    q_mode: str = "bf16",
+    **tuning: Any,
 ) -> DecodeRunner:
     """The runner of a problem's shape. fp16 output by default: its rounding hides least."""
     _, page_size, num_kv_heads, _ = problem.cache.k_cache.shape
@@ -120,6 +124,7 @@ def make_runner(
         out_dtype=out_dtype,
         max_num_seqs=max_num_seqs or max(1, problem.num_seqs),
         max_q_len=problem.q_len,
+        q_mode=q_mode,
         kv_format=problem.cache.fmt.name,
         v_format=problem.cache.v_fmt.name if problem.cache.v_fmt else None,
         device=problem.query.device,

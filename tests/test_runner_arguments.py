@@ -75,7 +75,6 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
         ({"max_q_len": 0}, ValueError, "max_q_len must be at least 1, got 0"),
         ({"max_q_len": 17}, ValueError, r"max_q_len \* \(num_heads / num_kv_heads\) must be at most 64, got 17 \* 4"),
         ({"q_mode": "int8"}, ValueError, "q_mode must be one of 'bf16', 'fp8', got 'int8'"),
-        ({"q_mode": "fp8"}, NotImplementedError, 'q_mode="fp8" is not implemented yet'),
         (
             {"kv_format": "fp7"},
             ValueError,

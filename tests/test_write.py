@@ -189,7 +189,7 @@ def test_one_correction_keeps_every_e2m1_boundary() -> None:
         np.testing.assert_array_equal(np.sign(got - bounds[:, None]), np.sign(y.astype(np.float64) - at))
 
 
-def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
+def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], num_warps: int = 4) -> Any:
     """A kernel's cubin report for Hopper, all pointers and strides at multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -204,7 +204,7 @@ def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -
         if name not in constants and not name.startswith("num_") and not name.endswith(("scale_head", "scale_channel"))
     }
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
-    cubin = compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    cubin = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["cubin"]
     return inspect_cubin(cubin, kernel.fn.__name__).functions[0]
 
 

@@ -27,9 +27,16 @@ class Knobs:
     kv_stages: int | None = None
     pdl: bool = True
     l2_prefetch: int = 0
+    q_mode: str = "bf16"
 
     def as_arguments(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def tuning(self) -> Tuning:
+        """What of them decides the kernel: Q's mode does not."""
+        arguments = self.as_arguments()
+        del arguments["q_mode"]
+        return Tuning(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,4 +93,4 @@ def variant_of(shape: Shape, arch: str, knobs: Knobs) -> Variant:
     runner = RunnerShape(
         shape.heads_q, shape.heads_kv, shape.head_dim, shape.page_size, torch.bfloat16, shape.kv_format
     )
-    return kernel_variant(runner, arch, Tuning(**knobs.as_arguments()), shape.q_len, "bf16")
+    return kernel_variant(runner, arch, knobs.tuning(), shape.q_len, "bf16")
