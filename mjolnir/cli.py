@@ -195,6 +195,25 @@ def bench(
 
 
 @app.command()
+def bench_writes(
+    json_path: Annotated[Path | None, typer.Option("--json", help="File to write the rows to.")] = None,
+) -> None:
+    """Time and bandwidth of write_kv, expand_pages and the query quantiser against copies, on a GPU."""
+    with _user_errors():
+        from mjolnir.bench.writes import WriteRow, run_write_bench, to_json
+
+        def show(row: WriteRow) -> None:
+            share = "" if row.share is None else f", {row.tb_s:.2f} TB/s, {row.share:.0%} of a copy"
+            typer.echo(f"{row.what} {row.formats}, {row.tokens} tokens: {row.us:.2f} µs{share}")
+
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+        report = run_write_bench(show)
+        if json_path is not None:
+            json_path.write_text(to_json(report), encoding="utf-8")
+
+
+@app.command()
 def verify(
     device: Annotated[str, typer.Option(help="auto, cpu (the reference backend) or cuda.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A sixth of the matrix.")] = False,

@@ -12,6 +12,7 @@ mkdir -p "$out"
 failed=0
 PYTHONPATH=.:tests:${PYTHONPATH-} python3 -m pytest -q -p no:cacheprovider -m gpu tests ${PYTEST_ARGS-} || failed=1
 python3 -m mjolnir verify --json "$out/verify.json" || failed=1
+python3 -m mjolnir bench-writes --json "$out/write.json" || failed=1
 what=(--suite core)
 [ -n "${PEERS-}" ] && what=(--suite full --peers "$PEERS")
 # Once more if a peer took the process with it: the rows that are done stay.
