@@ -239,6 +239,7 @@ def calibrate(
     per: Annotated[str, typer.Option(help="channel or head: what a magnitude is kept of.")] = "channel",
     headroom: Annotated[float, typer.Option(help="Room above the largest magnitude, a factor.")] = 1.1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the demo's model reads.")] = 16384,
+    context: Annotated[int, typer.Option(min=1, help="At a time: as long as the contexts to come.")] = 2048,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Largest magnitudes of K and V over real activations, as a scales file."""
@@ -252,7 +253,7 @@ def calibrate(
             observer, model, source = observe_dump(dump), "", dump.name
         else:
             observer = observe_demo_model(
-                tokens, _pick_device(device), lambda done: typer.echo(f"{done} of {tokens} tokens", err=True)
+                tokens, _pick_device(device), lambda done: typer.echo(f"{done} of {tokens} tokens", err=True), context
             )
             model, source = "SmolLM2-135M-Instruct", "pydoc topics, calibration part"
         file = ScalesFile.of(observer, per_channel=per == "channel", headroom=headroom, model=model, source=source)

@@ -32,7 +32,8 @@ METHOD = (
     "Teacher-forced: every token of a text attends to the quantised K and V of all tokens up to itself, prompt "
     "included, through the exact codecs and one batched causal attention in fp32; K, V, Q and O are bf16 around it. "
     "Texts are consecutive stretches of the pydoc topics of the evaluation part, one context each; scales are static, "
-    "headroom times the largest magnitudes over the calibration part, which shares no topic with it. perplexity of the "
+    "headroom times the largest magnitudes over the calibration part, in contexts of the same length, which shares no topic "
+    "with it. perplexity of the "
     "next token; nll_change: its log against the bf16 cache's on the same tokens, with the mean's standard error; kl: "
     "KL(bf16 cache || setting), nats, mean over tokens, 99th percentile and mean by quarter of the context; same_top: "
     "share of tokens with the bf16 cache's likeliest successor; o_error: per layer, relative error of O in the 2-norm "
@@ -125,7 +126,9 @@ def run_study(
     texts = [torch.tensor(ids[at : at + options.context + 1], device=device) for at in starts]
     if options.scales is None:
         progress(f"calibrating over {options.calibration_tokens} tokens")
-        file = ScalesFile.of(observe_demo_model(options.calibration_tokens, device), headroom=options.headroom)
+        file = ScalesFile.of(
+            observe_demo_model(options.calibration_tokens, device, context=options.context), headroom=options.headroom
+        )
     else:
         file = ScalesFile.load(options.scales)
         file.require_layers(range(config.num_layers))

@@ -16,8 +16,9 @@ from mjolnir.checks import check_positive_int
 
 _ENTRY = re.compile(r"([kv])\.(\d+)")
 
-CHUNK = 1024
-"""Tokens of one forward pass: contexts that long are what the scales are for."""
+CONTEXT = 2048
+"""Tokens that the demo's model reads at a time. Scales hold for contexts of about that length only: a channel of K that
+positions rotate slowly reaches its largest values late."""
 
 
 def observe_dump(path: Path) -> AmaxObserver:
@@ -45,9 +46,10 @@ def observe_dump(path: Path) -> AmaxObserver:
 
 
 def observe_demo_model(
-    tokens: int, device: torch.device, progress: Callable[[int], None] = lambda _: None
+    tokens: int, device: torch.device, progress: Callable[[int], None] = lambda _: None, context: int = CONTEXT
 ) -> AmaxObserver:
-    """Observe SmolLM2-135M-Instruct over the calibration part of the demo's text; ``progress`` gets the tokens done.
+    """Observe SmolLM2-135M-Instruct over the calibration part of the demo's text, ``context`` tokens at a time;
+    ``progress`` gets the tokens done.
 
     Raises:
         ModuleNotFoundError: weights or libraries of the demo are not installed.
@@ -58,6 +60,7 @@ def observe_demo_model(
     from mjolnir.demo.text import CALIBRATION, text_tokens
 
     check_positive_int("tokens", tokens)
+    check_positive_int("context", context)
     model, tokenizer = load_demo(device)
     ids = text_tokens(tokenizer, CALIBRATION)
     if tokens > len(ids):
@@ -68,9 +71,10 @@ def observe_demo_model(
         observer.observe(layer, key, value)
         return causal_attention(query, key, value, model.config.softmax_scale)
 
-    for first in range(0, tokens, CHUNK):
-        model.hidden(torch.tensor(ids[first : min(first + CHUNK, tokens)], device=device), 0, attend)
-        progress(min(first + CHUNK, tokens))
+    for first in range(0, tokens, context):
+        end = min(first + context, tokens)
+        model.hidden(torch.tensor(ids[first:end], device=device), 0, attend)
+        progress(end)
     return observer
 
 
