@@ -31,13 +31,13 @@ STEPWISE_TOKENS = 16
 METHOD = (
     "Teacher-forced: every token of a text attends to the quantised K and V of all tokens up to itself, prompt "
     "included, through the exact codecs and one batched causal attention in fp32; K, V, Q and O are bf16 around it. "
-    "Texts are consecutive stretches of the pydoc topics of the evaluation part, one context each; scales are static, "
-    "headroom times the largest magnitudes over the calibration part, in contexts of the same length, which shares no topic "
-    "with it. perplexity of the "
-    "next token; nll_change: its log against the bf16 cache's on the same tokens, with the mean's standard error; kl: "
-    "KL(bf16 cache || setting), nats, mean over tokens, 99th percentile and mean by quarter of the context; same_top: "
-    "share of tokens with the bf16 cache's likeliest successor; o_error: per layer, relative error of O in the 2-norm "
-    "over the same Q (first text). stepwise: the same logits token by token through write_kv, pages and DecodeRunner."
+    "Texts are consecutive stretches of the pydoc topics of the evaluation part, one context each; scales are static,"
+    " headroom times the largest magnitudes over the calibration part, which shares no topic with it, in contexts of "
+    "the same length. perplexity of the next token; nll_change: its log against the bf16 cache's on the same tokens, "
+    "with the mean's standard error; kl: KL(bf16 cache || setting), nats, mean over tokens, 99th percentile and mean "
+    "by quarter of the context; same_top: share of tokens with the bf16 cache's likeliest successor; o_error: per "
+    "layer, relative error of O in the 2-norm over the same Q (first text). stepwise: the same logits token by token "
+    "through write_kv, pages and DecodeRunner."
 )
 
 
