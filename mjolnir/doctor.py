@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import platform
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ def collect() -> dict[str, dict[str, Any]]:
     return {
         "versions": {"mjolnir": mjolnir.__version__, "python": platform.python_version()} | _package_versions(),
         "device": _describe_device(device),
-        "backend": {"name": backend, "reason": reason},
+        "backend": {"name": backend, "reason": reason, "writers": _describe_writers(device)},
         "kernel cache": _describe_cache(),
         "environment": {knob.name: knob.read() for knob in env.KNOBS},
     }
@@ -87,6 +88,15 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
         "driver": _driver_version(),
         "torch_cuda": torch.version.cuda,
     }
+
+
+def _describe_writers(device: torch.device) -> str:
+    """What write_kv, expand_pages and fp8 queries run on."""
+    if device.type != "cuda":
+        return f"PyTorch: device is {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "PyTorch: Triton is not installed"
+    return "Triton kernels"
 
 
 def _driver_version() -> str | None:

@@ -26,6 +26,7 @@ from mjolnir.bench.gates import Gate, fastest_peer, gates  # noqa: E402
 from mjolnir.bench.results import Report, Row, geometric_mean  # noqa: E402
 
 RESULTS = Path("benchmarks/results/h200")
+ACCURACY = "../cpu/accuracy.json"
 MISSING = "not measured yet"
 
 SHOWN = (
@@ -181,12 +182,101 @@ def trials_table(record: dict[str, Any]) -> str:
     )
 
 
+def accuracy_table(study: dict[str, Any]) -> str:
+    return _table(
+        ("K and V", "bytes per token", "perplexity", "Δ NLL", "KL", "KL, 99th pct.", "same top", "error of O"),
+        (
+            [
+                row["name"],
+                f"{row['bytes_per_token']:,}",
+                f"{row['perplexity']:.3f}",
+                f"{row['nll_change']:+.4f} ± {row['nll_change_se']:.4f}",
+                f"{row['kl']:.4f}",
+                f"{row['kl_p99']:.3f}",
+                f"{100 * row['same_top']:.1f} %",
+                f"{sum(row['o_error']) / len(row['o_error']):.4f}",
+            ]
+            for row in study["rows"]
+        ),
+        _study_origin(study),
+    )
+
+
+def accuracy_quarters_table(study: dict[str, Any]) -> str:
+    """KL by quarter of the context, and the layers with the smallest and the largest error of O."""
+    quarter = study["options"]["context"] // 4
+
+    def layers(errors: list[float]) -> list[str]:
+        ends = (min(errors), max(errors))
+        return [f"{error:.4f} ({errors.index(error)})" for error in ends]
+
+    return _table(
+        (
+            "K and V",
+            *(f"KL, tokens {i * quarter} … {(i + 1) * quarter - 1}" for i in range(4)),
+            "smallest error of O (layer)",
+            "largest",
+        ),  # fmt: skip
+        (
+            [row["name"], *(f"{kl:.4f}" for kl in row["kl_by_quarter"]), *layers(row["o_error"])]
+            for row in study["rows"]
+            if row["kl"] > 0
+        ),
+        _study_origin(study),
+    )
+
+
+def stepwise_table(study: dict[str, Any]) -> str:
+    return _table(
+        ("K and V", "tokens", "max Δ of a logit", "mean Δ", "KL", "same top"),
+        (
+            [
+                row["setting"],
+                str(row["tokens"]),
+                f"{row['max_abs']:.2f}",
+                f"{row['mean_abs']:.3f}",
+                f"{row['kl']:.1e}",
+                f"{100 * row['same_top']:.0f} %",
+            ]
+            for row in study["stepwise"]
+        ),
+        _study_origin(study),
+    )
+
+
+def write_table(record: dict[str, Any]) -> str:
+    def maybe(value: float | None, text: str) -> str:
+        return "–" if value is None else text.format(value)
+
+    return _table(
+        ("what", "formats", "tokens", "µs", "TB/s", "a copy's TB/s", "of a copy", "host µs"),
+        (
+            [
+                row["what"],
+                row["formats"],
+                f"{row['tokens']:,}",
+                f"{row['us']:.1f}",
+                "–" if row["share"] is None else f"{row['tb_s']:.2f}",
+                maybe(row["copy_tb_s"], "{:.2f}"),
+                maybe(row["share"], "{:.0%}"),
+                f"{row['host_us']:.0f}",
+            ]
+            for row in record["rows"]
+        ),
+        _origin(record),
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode": ("decode.json", decode_table),
     "decode-all": ("decode.json", decode_all_table),
     "gates": ("decode.json", gates_table),
     "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
+    "write": ("write.json", write_table),
+    "accuracy": (ACCURACY, accuracy_table),
+    "accuracy-quarters": (ACCURACY, accuracy_quarters_table),
+    "accuracy-stepwise": (ACCURACY, stepwise_table),
     "development": ("development.json", development_table),
     "timeline": ("development.json", timeline_table),
     "trials": ("development.json", trials_table),
@@ -212,6 +302,8 @@ def _load_json(path: Path) -> Any:
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "decode.json": Report.load,
     "verify.json": _load_json,
+    "write.json": _load_json,
+    ACCURACY: _load_json,
     "development.json": _load_json,
     "bandwidth.svg": lambda path: path,
 }
@@ -324,6 +416,15 @@ def _origin(header: dict[str, Any]) -> str:
     """A line that says where the numbers come from."""
     commit = (header.get("commit") or "unknown")[:9]
     return f"{header['device']}, driver {header['driver']}, commit {commit}, {str(header.get('date', ''))[:10]}"
+
+
+def _study_origin(study: dict[str, Any]) -> str:
+    """The study runs anywhere: what decides its numbers is the text and the model."""
+    commit, options = (study.get("commit") or "unknown")[:9], study["options"]
+    return (
+        f"{study['model']}, {options['tokens']:,} tokens in contexts of {options['context']:,}, {study['device']}, "
+        f"commit {commit}, {study['date'][:10]}"
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], origin: str) -> str:

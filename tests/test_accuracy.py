@@ -3,12 +3,14 @@ writer and runner give."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from test_bench import load_script
 from test_cli import invoke
 from test_demo import needs_model
 
@@ -145,3 +147,27 @@ def test_the_command_writes_a_study(tmp_path: Path) -> None:
     assert len(mixed["o_error"]) == 30 and 1e-2 < max(mixed["o_error"]) < 0.5
     refusals = [("--v-format", "fp8"), ("--k-format", "fp7"), ("--k-format", "fp8", "--tokens", "10000000")]
     assert [invoke("accuracy", "--device", "cpu", *args).exit_code for args in refusals] == [2, 2, 2]
+
+
+def test_the_committed_plot_is_of_the_committed_study() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu"
+    digest = hashlib.sha256((results / "accuracy.json").read_bytes()).hexdigest()
+    assert f"sha256 of accuracy.json: {digest}" in (results / "accuracy.svg").read_text(encoding="utf-8")
+    study = json.loads((results / "accuracy.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in study["rows"]] == [setting.name for setting in STUDY]
+
+
+def test_the_plot_leaves_the_reference_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = load_script("plot_accuracy")
+    row = {"k_format": "fp8", "v_format": "fp8", "name": "fp8", "bytes_per_token": 10, "kl": 0.5}
+    study = {
+        "model": "m x", "options": {"tokens": 8, "context": 8},
+        "rows": [row | {"name": "bf16", "kl": 0.0}, row, row | {"name": "mixed", "v_format": "nvfp4"}],
+    }  # fmt: skip
+    assert script.points(study) == [("fp8", 10, 0.5, True), ("mixed", 10, 0.5, False)]
+    path = tmp_path / "accuracy.json"
+    assert script.main([str(path), str(tmp_path / "a.svg")]) == 1
+    path.write_text(json.dumps(study))
+    assert script.main([str(path), str(tmp_path / "a.svg")]) == 0
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in (tmp_path / "a.svg").read_text()

@@ -220,6 +220,8 @@ def test_doctor_reports_as_json(monkeypatch, tmp_path):
     assert report["versions"]["mjolnir"] == mjolnir.__version__
     assert report["versions"]["torch"] == torch.__version__
     assert report["backend"]["name"] and report["backend"]["reason"]
+    on_gpu = torch.cuda.is_available()
+    assert report["backend"]["writers"] == ("Triton kernels" if on_gpu else "PyTorch: device is cpu")
     assert report["kernel cache"]["folder"] == str(tmp_path / "kernels")
     assert report["kernel cache"]["state"] == "absent"
     assert report["environment"]["MJOLNIR_KERNEL_CACHE"] == str(tmp_path / "kernels")

@@ -178,15 +178,30 @@ def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
 def test_one_correction_keeps_every_e2m1_boundary() -> None:
-    """``in_triton.over_block_scale``: for every block scale, on every boundary and beside it."""
+    """``in_triton.over_block_scale``: for every block scale, on every boundary and beside it, with a reciprocal that is
+    off by up to two ulps."""
     blocks = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
     at = (bounds[:, None] * blocks).astype(np.float32)
-    for y in (at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))):
-        r = (np.float32(1) / blocks).astype(np.float32)
-        first = y * r
-        got = longdouble_fma(longdouble_fma(first, -blocks, y), r, first)
-        np.testing.assert_array_equal(np.sign(got - bounds[:, None]), np.sign(y.astype(np.float64) - at))
+    for ulps in range(-2, 3):
+        r = ((np.float32(1) / blocks).view(np.int32) + ulps).view(np.float32)
+        for y in (at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))):
+            first = y * r
+            got = longdouble_fma(longdouble_fma(first, -blocks, y), r, first)
+            np.testing.assert_array_equal(np.sign(got - bounds[:, None]), np.sign(y.astype(np.float64) - at))
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
+def test_the_corrected_sixth_is_the_ieee_quotient() -> None:
+    """``in_triton.block_scale_code``."""
+    amax = np.random.default_rng(0).integers(0, 0x47800000, 2**20, dtype=np.uint32).view(np.float32)  # up to 65536
+    six, sixth = np.float32(6), np.float32(1 / 6)
+    y = amax * sixth
+    for _ in range(2):
+        y = longdouble_fma(longdouble_fma(y, np.full_like(amax, -six), amax), np.full_like(amax, sixth), y)
+    large = amax > 2.0**-60  # what is smaller is 0 in e4m3
+    np.testing.assert_array_equal(y[large], (amax / six)[large])
+    assert (y[~large] < 2.0**-59).all()
 
 
 def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], num_warps: int = 4) -> Any:

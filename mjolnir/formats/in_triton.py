@@ -156,10 +156,23 @@ def e4m3_value(code):
 
 
 @triton.jit
-def e2m1_code(y):
-    """e2m1 with the sign in bit 3; NaN is +6."""
-    code = round_code(tl.where(y != y, 6.0, y), 1, 1, 6.0)
-    return tl.where(y != y, code, code | sign_at(y, 3))
+def e2m1_code(quotients, y, NATIVE: tl.constexpr):
+    """e2m1 of quotients, with the sign, in bit 3, of y, which they are of; NaN is +6.
+
+    Steps are 0.5 up to 2, 1 up to 4, 2 up to 6. Adding 2^23 of the steps makes fp32 round to whole ones; their count,
+    and 2 for each larger step, is the code. 6 more steps make the exponent that comes down with it a multiple of 8.
+
+    On a GPU min takes the other operand for NaN, and a NaN that arithmetic made is positive.
+    """
+    size = tl.abs(quotients)
+    sign = (y.to(tl.int32, bitcast=True) >> 28) & 8
+    if not NATIVE:
+        size = tl.where(size == size, size, 6.0)
+        sign = tl.where(y == y, sign, 0)
+    size = tl.minimum(size, 6.0)
+    steps = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + ((22 << 23) + 6)
+    total = (size + steps.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    return ((total + (total >> 22)) & 7) | sign
 
 
 @triton.jit
@@ -224,12 +237,21 @@ def e4m3_values(word, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def block_scale_code(y, ROWS: tl.constexpr, D: tl.constexpr):
-    """``NvFp4Format.block_scales`` of y [ROWS, D]: e4m3(amax / 6) of every 16 elements, NaN not counted, as int32
-    [ROWS, D / 16]."""
-    magnitude = tl.where(y != y, 0.0, tl.abs(y))
+def block_scale_code(y, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexpr):
+    """``NvFp4Format.block_scales`` of y [ROWS, D]: e4m3(amax / 6) of every 16 elements, NaN not counted (a GPU's max
+    leaves it out), as int32 [ROWS, D / 16]."""
+    magnitude = tl.abs(y)
+    if not NATIVE:
+        magnitude = tl.where(y == y, magnitude, 0.0)
     amax = tl.max(tl.reshape(magnitude, (ROWS, D // 16, 16)), axis=2)
-    return e4m3_code(tl.div_rn(amax, tl.full((ROWS, D // 16), 6.0, tl.float32)))
+    amax = tl.where(amax == amax, amax, 0.0)  # a block of NaN alone
+    if NATIVE:
+        amax = tl.minimum(amax, 65536.0)  # far beyond what saturates, and no Inf to correct
+        sixth: tl.constexpr = 1 / 6
+        sixths = corrected(corrected(amax * sixth, amax, 6.0, sixth), amax, 6.0, sixth)
+    else:
+        sixths = tl.div_rn(amax, 6.0)
+    return e4m3_code(sixths)
 
 
 @triton.jit
@@ -237,16 +259,16 @@ def over_block_scale(y, code, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.co
     """y over its block scales, on the right side of every e2m1 rounding boundary.
 
     One correction of the quotient is enough here: a boundary times a block scale is exact in fp32, and the fp32 numbers
-    beside it are further from it than the rounding of the quotient reaches.
+    beside it are further from it than the rounding of the quotient reaches. Of what overflows it makes NaN, which
+    ``e2m1_code`` takes for the largest value too.
     """
     scale = e4m3_value(code)
     divisor = tl.where(scale == 0, 1.0, scale)
     blocks = tl.reshape(y, (ROWS, D // 16, 16))
     divisor = divisor[:, :, None]
     if NATIVE:
-        reciprocal = tl.div_rn(1.0, divisor)
-        first = blocks * reciprocal
-        blocks = tl.where(tl.abs(first) < 65536.0, corrected(first, blocks, divisor, reciprocal), first)
+        reciprocal = 1.0 / divisor  # to an ulp or two
+        blocks = corrected(blocks * reciprocal, blocks, divisor, reciprocal)
     else:
         blocks = tl.div_rn(blocks, divisor)
     return tl.reshape(blocks, (ROWS, D))
@@ -267,7 +289,9 @@ def store_rows(
         word = fp8_word(x0, x1, x2, x3, FORMAT == "fp8_e5m2", NATIVE)
         tl.store(row[:, None] + tl.arange(0, D // 4)[None, :], word, mask=keep)
     elif FORMAT == "e2m3":
-        y = tl.where(y != y, 7.5, tl.minimum(tl.maximum(y, -7.5), 7.5)) * TO_E4M3
+        if not NATIVE:
+            y = tl.where(y == y, y, 7.5)
+        y = tl.maximum(tl.minimum(y, 7.5), -7.5) * TO_E4M3  # min first: a GPU's makes NaN 7.5
         x0, x1, x2, x3 = quarters(y, ROWS, D)
         word = fp8_word(x0, x1, x2, x3, False, NATIVE)  # four bytes s00eemmm
         word = (word & 0x1F1F1F1F) | ((word >> 2) & 0x20202020)
@@ -279,13 +303,13 @@ def store_rows(
         tl.store(at + 1, ((g1 >> 8) & 0xFFFF) | (g2 << 16), mask=keep)
         tl.store(at + 2, ((g2 >> 16) & 0xFF) | (g3 << 8), mask=keep)
     elif FORMAT == "nvfp4":
-        scale = block_scale_code(y, ROWS, D)
+        scale = block_scale_code(y, ROWS, D, NATIVE)
         tl.store(block_row[:, None] + tl.arange(0, D // 16)[None, :], scale.to(tl.uint8), mask=keep)
-        code = e2m1_code(over_block_scale(y, scale, ROWS, D, NATIVE))
+        code = e2m1_code(over_block_scale(y, scale, ROWS, D, NATIVE), y, NATIVE)
         c0, c1 = halves(code, ROWS, D)
-        c0, c1 = halves(c0 | (c1 << 4), ROWS, D // 2)
-        c0, c1 = halves(c0 | (c1 << 8), ROWS, D // 4)
-        tl.store(row[:, None] + tl.arange(0, D // 8)[None, :], c0 | (c1 << 16), mask=keep)
+        c0, c1 = halves(c0 + (c1 << 4), ROWS, D // 2)  # a shift and an addition are one instruction
+        c0, c1 = halves(c0 + (c1 << 8), ROWS, D // 4)
+        tl.store(row[:, None] + tl.arange(0, D // 8)[None, :], c0 + (c1 << 16), mask=keep)
     else:
         tl.static_assert(FORMAT == "bf16" or FORMAT == "fp16")
         c0, c1 = halves(bf16_code(y) if FORMAT == "bf16" else fp16_code(y), ROWS, D)
