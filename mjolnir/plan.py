@@ -8,8 +8,8 @@ the next row that nobody has. Rows get smaller towards the end of the line, beca
 equal shares a fifth of an H200's SMs was done first, and the others took 22 % longer (docs/performance.md).
 
 Everything about a row follows from its position on the line, so a kernel can build the same plan in one launch
-(kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, unused),
-then per row
+(kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, whether a
+row may wait for another because all run at once), then per row
 
     0 first_seq    3 end_seq     6 first_row: row in which this row's first item begins
     1 first_head   4 end_head    7 last_row:  row in which this row's last item ends
@@ -127,7 +127,8 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     for column, values in enumerate((seq, head, tile)):
         plan[1:, column] = values[:-1]
         plan[1:, 3 + column] = values[1:]
-    plan[0, 0] = np.searchsorted(position, total)
+    rows_in_use = int(np.searchsorted(position, total))
+    plan[0, 0], plan[0, 2] = rows_in_use, rows_in_use <= shape.num_ctas
     return plan
 
 

@@ -326,6 +326,7 @@ class DecodeRunner:
             k_block_scale.data_ptr() if k_block_scale is not None else 0,
             v_block_scale.data_ptr() if v_block_scale is not None else 0,
             plan.block_table.stride(0),
+            min(plan.block_table.shape[0], plan.seq_lens.shape[0]),
             plan.block_table.shape[1] * self.page_size,
             softmax_scale,
             raw_stream(self.device.index),

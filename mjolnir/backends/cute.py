@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.compiler import kernel_cache
-from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.geometry import UNSET, Geometry
 from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
@@ -97,7 +97,7 @@ class CuteBackend:
             if geometry.rows not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.
                 floats = 2 * shape.num_rows * geometry.partial_floats if self.tuning.max_splits != 1 else 4
-                self._partials[geometry.rows] = torch.empty(floats, dtype=torch.float32, device=self.device)
+                self._partials[geometry.rows] = torch.full((floats,), UNSET, dtype=torch.int32, device=self.device)
             self._plan_buffers[q_len] = buffer
         return buffer
 
@@ -221,11 +221,12 @@ class Launch:
         k_block_scale: int,
         v_block_scale: int,
         block_table_stride: int,
+        seq_rows: int,
         max_len: int,
         softmax_scale: float,
         stream: int,
     ) -> None:
         self.kernel(
             q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
-            k_block_scale, v_block_scale, block_table_stride, max_len, softmax_scale, *self.layout, self.grid, stream,
+            k_block_scale, v_block_scale, block_table_stride, seq_rows, max_len, softmax_scale, *self.layout, self.grid, stream,
         )  # fmt: skip

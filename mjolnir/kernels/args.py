@@ -42,6 +42,7 @@ class DecodeArgs(NamedTuple):
     k_scale_head_stride: Int64
     v_scale_seq_stride: Int64
     v_scale_head_stride: Int64
+    seq_rows: Int32  # of the block table, and of seq_lens at least
     max_len: Int32  # tokens that a row of the block table can name
     log2_page: Int32
     num_kv_heads: Int32

@@ -12,7 +12,7 @@ from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
-from mjolnir.kernels.work import Mailbox, first_stage, num_tiles, piece_of
+from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, span_of
 from mjolnir.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -45,9 +45,10 @@ class Consumer:
         pieces = self.mailbox.read(smem, turn).pieces
         while pieces >= 0:
             for p in cutlass.range(pieces, unroll=1):
-                seq, head, begin, end = piece_of(args, self.mailbox.read(smem, turn), p)
-                tiles = num_tiles(geo, begin, end)
+                seq, head = item_of(args, self.mailbox.read(smem, turn), p)
                 seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
+                begin, end = span_of(self.mailbox.read(smem, turn), p, seq_len)
+                tiles = num_tiles(geo, begin, end)
                 mult = self.read_q(args, q_frags, seq, head, row0, g, t)
                 state = self.softmax.start()
                 stage = first_stage(geo, stage)
@@ -76,18 +77,20 @@ class Consumer:
                         ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * mine)
                     mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
                 stage = (stage + tiles) % geo.stages
-                epilogue = Epilogue(self.variant, geo, args, smem, warp, lane, seq, head)
-                epilogue.share(state, mult, kv_group, row0)
-                partial_slot = Int32(-1)
                 if cutlass.const_expr(self.variant.split):
                     work = self.mailbox.read(smem, turn)
-                    if p == work.pieces - 1 and work.end_tile > 0:
-                        partial_slot = 2 * work.row + 1
-                    if p == 0 and work.first_tile > 0:
-                        partial_slot = 2 * work.row
-                epilogue.write(partial_slot)
-            if cutlass.const_expr(self.variant.split):
-                self.merge_splits(args, self.mailbox.read(smem, turn), smem, warp, lane)
+                    merge = SplitMerge(self.variant, geo, args, smem, seq, head)
+                    merge.share(state, mult, kv_group, row0)
+                    merge.conclude(
+                        work.row,
+                        work.first_row if p == 0 and work.first_tile > 0 else work.row,
+                        work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row,
+                        self.mailbox.waits(smem, turn),
+                    )
+                else:
+                    epilogue = Epilogue(self.variant, geo, args, smem, seq, head)
+                    epilogue.share(state, mult, kv_group, row0)
+                    epilogue.write()
             self.mailbox.free(smem, lane, turn)
             turn += 1
             self.mailbox.wait(smem, turn)
@@ -135,21 +138,3 @@ class Consumer:
                     ptx.sts_b32(v_scales + row * geo.v.scale_bytes + lane * 4, Int32(0))
         ptx.fence_proxy_async_shared()
         cute.arch.sync_warp()
-
-    @cute.jit
-    def merge_splits(self, args, work, smem, warp, lane):
-        """For the row's first item, if others began it, then its last, if others go on with it (or the one that is
-        both): merge the splits if this row is the last of them to be done."""
-        for which in cutlass.range(2, unroll=1):
-            cut_begin = work.first_tile > 0 and (which == 0 or work.pieces == 1)
-            cut_end = work.end_tile > 0 and (which == 1 or work.pieces == 1)
-            if (cut_begin or cut_end) and not (which == 1 and work.pieces == 1):
-                item = work.first_item + which * (work.pieces - 1)
-                seq = item // args.num_kv_heads
-                head = item - seq * args.num_kv_heads
-                merge = SplitMerge(self.variant, self.geo, args, smem, warp, lane, seq, head)
-                merge.arrive_and_merge(
-                    work.row,
-                    work.first_row if cut_begin else work.row,
-                    work.last_row if cut_end else work.row,
-                )

@@ -64,6 +64,7 @@ class DecodeKernel:
         k_block_scale: Int64,
         v_block_scale: Int64,
         block_table_stride: Int64,
+        seq_rows: Int32,
         max_len: Int32,
         softmax_scale: Float32,
         # Strides in elements; K and V strides in units of 16 bytes.
@@ -144,6 +145,7 @@ class DecodeKernel:
             k_scale_head_stride,
             v_scale_seq_stride,
             v_scale_head_stride,
+            seq_rows,
             max_len,
             log2_page,
             num_kv_heads,
@@ -192,14 +194,13 @@ class DecodeKernel:
             ptx.prefetch_tensormap(desc_k)
             ptx.prefetch_tensormap(desc_v)
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.variant.pdl):
-            if warp == geo.consumer_warps:
-                self.producer.touch(args, cta, lane)
-            # Nothing may be read before this: the kernel before may still be writing lengths, scales, Q or the cache.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-
+        # With PDL nothing that is read before griddepcontrol_wait is more than a guess: the kernel before may still be
+        # writing the plan, lengths, scales, Q or the cache.
         if warp == geo.consumer_warps:
+            if cutlass.const_expr(self.variant.pdl):
+                self.producer.touch(args, cta, lane)
             self.producer.run(args, cta, smem, lane, desc_k, desc_v)
         else:
+            if cutlass.const_expr(self.variant.pdl):
+                cute.arch.griddepcontrol_wait()
             self.consumer.run(args, smem, warp, lane)

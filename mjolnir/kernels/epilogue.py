@@ -1,7 +1,6 @@
-"""The end of a piece: merge the consumer warps of the CTA, then write O, or this CTA's part of a split item.
+"""The end of a piece: merge the consumer warps of the CTA, normalise O, and write it.
 
-A partial result is, per q row, O, m, l and mult (see softmax.py); the consumer threads stand on (row, four
-neighbouring elements).
+The consumer threads stand on (row, four neighbouring elements).
 """
 
 from __future__ import annotations
@@ -23,14 +22,39 @@ LN_2 = 0.6931471805599453
 CONSUMER_BARRIER = 1
 
 
+def empty_sum() -> Any:
+    """(m, l, O) of a row and four elements, in registers: the sum of no parts."""
+    state = cute.make_rmem_tensor((6,), Float32)
+    state.fill(0.0)
+    state[0] = Float32(NEG_INF)
+    return state
+
+
+@cute.jit
+def add_parts(state, ms, ls, values, mult):
+    """Add partial sums (m, l, O) to ``state``; those of m = -inf weigh nothing."""
+    top = state[0]
+    for j in cutlass.range_constexpr(len(ms)):
+        top = cute.arch.fmax(top, ms[j])
+    kept = weight_of(state[0], top, mult) if state[0] != NEG_INF else Float32(0.0)
+    for i in cutlass.range_constexpr(1, 6):
+        state[i] = state[i] * kept
+    for j in cutlass.range_constexpr(len(ms)):
+        weight = weight_of(ms[j], top, mult) if ms[j] != NEG_INF else Float32(0.0)
+        state[1] = state[1] + ls[j] * weight
+        for e in cutlass.range_constexpr(4):
+            state[2 + e] = state[2 + e] + values[j][e] * weight
+    state[0] = top
+
+
 class Epilogue:
     """One consumer thread's view of the results of item (seq, head)."""
 
     def __init__(
-        self, variant: Variant, geo: Geometry, args: DecodeArgs, smem: Any, warp: Any, lane: Any, seq: Any, head: Any
+        self, variant: Variant, geo: Geometry, args: DecodeArgs, smem: Any, seq: Any, head: Any
     ):
         self.variant, self.geo, self.args = variant, geo, args
-        self.warp, self.lane, self.seq, self.head = warp, lane, seq, head
+        self.seq, self.head = seq, head
         self.exchange = smem + geo.exchange_offset
         self.ml = smem + geo.ml_offset
         self.mult = smem + geo.mult_offset
@@ -38,7 +62,8 @@ class Epilogue:
         self.live_rows = args.q_len * args.group
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
         self.threads = geo.consumer_warps * WARP
-        thread = warp * WARP + lane
+        thread = ptx.thread_index()
+        self.warp, self.lane = thread // WARP, thread % WARP
         self.element = thread % (geo.head_size // 4) * 4
         self.first_row = thread // (geo.head_size // 4)
         self.row_step = self.threads // (geo.head_size // 4)
@@ -74,49 +99,27 @@ class Epilogue:
         return (panel * (run // 2) + inside % run // 2) * 18 + inside // run * 2
 
     @cute.jit
-    def write(self, partial_slot):
-        """Merge the warps and write: O where ``partial_slot`` is negative, else a partial result to that slot."""
-        geo = self.geo
+    def write(self):
+        """Merge the warps and write O."""
         v_factor = self.v_factor()
         self.sync()
-        word = self.exchange_word()
         for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
             mult = ptx.lds_f32(self.mult + row * 4)
-            ms, ls = [], []
-            for group in cutlass.range_constexpr(geo.kv_groups):
-                m, l = ptx.lds_f32x2(self.ml + (group * geo.rows + row) * 8)
-                ms.append(m)
-                ls.append(l)
-            top = ms[0]
-            for group in cutlass.range_constexpr(1, geo.kv_groups):
-                top = cute.arch.fmax(top, ms[group])
-            total = Float32(0.0)
-            o = [Float32(0.0)] * 4
-            for group in cutlass.range_constexpr(geo.kv_groups):
-                weight = weight_of(ms[group], top, mult) if ms[group] != NEG_INF else Float32(0.0)
-                total = total + ls[group] * weight
-                addr = self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
-                pair = (*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4))
-                o = [a + x * weight for a, x in zip(o, pair, strict=True)]
-            if partial_slot < 0:
-                self.finish_row(row, o, top, total, mult, v_factor)
-            elif cutlass.const_expr(self.variant.split):
-                self.store_partial(partial_slot, row, o, top, total, mult)
+            state = empty_sum()
+            self.add_warps(state, row, mult)
+            self.finish_row(row, state, mult, v_factor)
         self.sync()
 
-    def values_address(self, slot: Any, row: Any) -> Any:
-        """This thread's elements of O, of a row of a partial result."""
-        word = Int64(slot) * self.geo.partial_floats + Int64(row * self.geo.head_size + self.element)
-        return self.args.partials + word * 4
-
-    def stats_address(self, slot: Any, row: Any) -> Any:
-        """(m, l, mult, 0) of a row of a partial result."""
-        word = Int64(slot) * self.geo.partial_floats + Int64(self.geo.rows * self.geo.head_size + row * 4)
-        return self.args.partials + word * 4
-
-    def store_partial(self, slot: Any, row: Any, o: Any, m: Any, l: Any, mult: Any) -> None:
-        ptx.stg_f32x4(self.values_address(slot, row), o)
-        ptx.stg_f32x4(self.stats_address(slot, row), (m, l, mult, Float32(0.0)))
+    def add_warps(self, state: Any, row: Any, mult: Any) -> None:
+        """Add what the CTA's warps shared of a row."""
+        geo = self.geo
+        word = self.exchange_word()
+        stats, values = [], []
+        for group in range(geo.kv_groups):
+            stats.append(ptx.lds_f32x2(self.ml + (group * geo.rows + row) * 8))
+            addr = self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
+            values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4)))
+        add_parts(state, [m for m, _ in stats], [l for _, l in stats], values, mult)
 
     def v_factor(self) -> Any:
         args = self.args
@@ -124,9 +127,10 @@ class Epilogue:
         return ptx.ldg_f32(args.v_scale + at * 4)
 
     @cute.jit
-    def finish_row(self, row, o, m, l, mult, v_factor):
+    def finish_row(self, row, state, mult, v_factor):
         """Normalise, apply v_scale and o_mul, round once, write."""
         args = self.args
+        m, l, *o = [state[i] for i in range(6)]
         token = self.seq * args.q_len + row // args.group
         head = self.head * args.group + row % args.group
         # l is 0 where no key is seen; NaN must stay NaN.

@@ -32,6 +32,9 @@ ONE_STEP_SPLITS = 32
 
 TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 16, 32, 256
 
+UNSET = -1
+"""The bits of an empty slot's words: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -249,5 +252,5 @@ class Geometry:
 
     @property
     def partial_floats(self) -> int:
-        """fp32 words of one split's partial result in the workspace: O, then (m, l, mult, 0) per row."""
-        return self.rows * (self.head_size + 4)
+        """fp32 words of one split's partial result in the workspace: O, then (m, l) per row."""
+        return self.rows * (self.head_size + 2)

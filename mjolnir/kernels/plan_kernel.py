@@ -145,7 +145,9 @@ def _build_plan(
     if tl.program_id(0) == 0:
         rows_in_use = tl.where(total > 0, _row_of(total - 1, share_0, share_1, start_1, row_1) + 1, 0)
         column = tl.arange(0, COLUMNS)
-        tl.store(plan_rows + column, tl.where(column == 0, rows_in_use, 0).to(tl.int32))
+        waits = (rows_in_use <= NUM_CTAS).to(tl.int64)
+        header = tl.where(column == 0, rows_in_use, tl.where(column == 2, waits, 0))
+        tl.store(plan_rows + column, header.to(tl.int32))
 
 
 def build_plan_on_device(

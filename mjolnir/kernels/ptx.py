@@ -43,6 +43,11 @@ def _asm(results: str, code: str, args: Sequence[Any] = (), kinds: str = "", sid
     )
 
 
+def thread_index() -> Any:
+    """%tid.x, read where it stands in the code: what follows from it is not kept in registers across a loop before."""
+    return _asm("r", "mov.u32 $0, %tid.x;", side_effects=True)
+
+
 # Shared memory
 
 
@@ -129,6 +134,37 @@ def stg_f32x4(addr: Any, x: Sequence[Any]) -> None:
 
 def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
     _asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
+
+
+def ld_relaxed_b32x4(addr: Any) -> Any:
+    """From L2, without a place in the first-level cache."""
+    return _asm("rrrr", "ld.relaxed.gpu.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+
+
+def ld_relaxed_f32x4(addr: Any) -> Any:
+    """16 bytes as one access, from L2: all of one store or none of it."""
+    code = (
+        "{ .reg .b128 x; .reg .b64 lo, hi; ld.relaxed.gpu.global.b128 x, [$4]; mov.b128 {lo, hi}, x;"
+        " mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
+    )
+    return _asm("ffff", code, [addr], "l", True)
+
+
+def ld_relaxed_f32x2(addr: Any) -> Any:
+    code = "{ .reg .b64 x; ld.relaxed.gpu.global.b64 x, [$2]; mov.b64 {$0, $1}, x; }"
+    return _asm("ff", code, [addr], "l", True)
+
+
+def st_relaxed_f32x4(addr: Any, x: Sequence[Any]) -> None:
+    code = (
+        "{ .reg .b128 x; .reg .b64 lo, hi; mov.b64 lo, {$1, $2}; mov.b64 hi, {$3, $4}; mov.b128 x, {lo, hi};"
+        " st.relaxed.gpu.global.b128 [$0], x; }"
+    )
+    _asm("", code, [addr, *x], "lffff", True)
+
+
+def st_relaxed_f32x2(addr: Any, x: Any, y: Any) -> None:
+    _asm("", "{ .reg .b64 x; mov.b64 x, {$1, $2}; st.relaxed.gpu.global.b64 [$0], x; }", [addr, x, y], "lff", True)
 
 
 def atomic_inc(addr: Any, last: Any, order: str) -> Any:

@@ -1,65 +1,66 @@
-"""Merge the splits of an item: whichever of its rows is done last reads all partial results, in the order of the
-splits, so the result does not depend on who that is.
+"""The end of a piece that may be one of many splits of an item.
 
-Split i of an item that row b of the plan begins is the first piece of row b + i, and lies in slot 2 (b + i); split 0
-is the last piece of row b, and lies in slot 2 b + 1. Many splits are merged in two steps: by teams of neighbours, then
-the teams' results. A team leaves its result in a slot that nobody else uses: the second one of a row that lies wholly
-inside the item.
+A partial result is, per q row, O, m and l (see softmax.py). Split i of an item that row b of the plan begins is the first
+piece of row b + i, and lies in slot 2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. Many splits
+are merged in two steps: by teams of neighbours, then the teams' results. A team leaves its result in a slot that nobody
+else uses: the second one of a row that lies wholly inside the item.
+
+Who merges? Where all rows run at once (``waits``), the last row of a team or item: it keeps its own result, and reads the
+others' until they are there. An empty slot holds UNSET, which no arithmetic makes; whoever has read a slot empties it.
+That takes one way through L2. Elsewhere nobody may wait for a row that may not have begun: rows arrive at a counter, at
+the price of a fence and an atomic, and whichever is the last merges. Either way the order of the sum is fixed.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.epilogue import Epilogue
-from mjolnir.kernels.geometry import BIG_TEAM, BIG_TEAM_ABOVE, LOADS_IN_FLIGHT, ONE_STEP_SPLITS, TEAM
-from mjolnir.kernels.softmax import NEG_INF, weight_of
+from mjolnir.kernels.epilogue import Epilogue, add_parts, empty_sum
+from mjolnir.kernels.geometry import BIG_TEAM, BIG_TEAM_ABOVE, LOADS_IN_FLIGHT, ONE_STEP_SPLITS, TEAM, UNSET
+from mjolnir.kernels.softmax import NEG_INF
 
 
 class SplitMerge(Epilogue):
     @cute.jit
-    def arrive_and_merge(self, row, begin_row, final_row):
-        """To be called once the row's own partial result of the item is stored."""
+    def conclude(self, row, begin_row, final_row, waits):
+        """Merge the warps; then, of the splits that rows begin_row … final_row hold, what is for this row to merge."""
         splits = final_row - begin_row + 1
         team_size = Int32(TEAM) if splits <= BIG_TEAM_ABOVE else Int32(BIG_TEAM)
         team_size = splits if splits <= ONE_STEP_SPLITS else team_size
         teams = (splits + team_size - 1) // team_size
         team = (row - begin_row) // team_size
         leader = begin_row + team * team_size
-        alone = splits - (teams - 1) * team_size == 1  # the last team has one member, and nothing to merge
+        members = cutlass.min(splits - team * team_size, team_size)
+        team_slot = 2 * (leader + 1) + 1 if team == 0 else 2 * leader + 1
+        team_slot = team_slot if teams > 1 else Int32(-1)
+        # The last team may have one member, which leaves its result where a split's lies.
+        alone = Int32(1) if splits - (teams - 1) * team_size == 1 else Int32(0)
 
-        # First step, with the counter of the team's leader; then, for its last member, the second step with the
-        # item's. One body for both: code that runs once a launch is code to fetch.
-        counter = self.args.counters + Int64(leader) * 8
-        count = cutlass.min(splits - team * team_size, team_size)
-        first_slot = 2 * leader + 1 if team == 0 else 2 * leader
-        second_slot = 2 * (leader + 1)
-        stride = Int32(2)
-        last_slot = 2 * (leader + count - 1)
-        result_slot = 2 * (leader + 1) + 1 if team == 0 else 2 * leader + 1
-        result_slot = result_slot if teams > 1 else Int32(-1)
+        # A pass adds up this row's warps (``own``) and the slots of levels first_level … end_level - 1: 0 is the
+        # members of the team, 1 the teams. One body for all passes: code that runs once a launch is code to fetch.
+        own, first_level, end_level = Int32(1), Int32(0), Int32(0)
+        target = 2 * row + 1 if row == begin_row else 2 * row
+        target = target if splits > 1 else Int32(-1)
+        if waits == 1 and row == leader + members - 1:
+            end_level = Int32(2) if row == final_row and teams > 1 else Int32(1)
+            target = Int32(-1) if row == final_row else team_slot
         going = Int32(1)
         while going == 1:
+            self.merge(own, first_level, end_level, target, waits, begin_row, team_size, teams, leader, members, alone)
             going = Int32(0)
-            last = Int32(1)
-            if count > 1:
-                last = self.arrive(counter, count)
-            if last == 1:
-                if count > 1:
-                    self.merge(count, first_slot, second_slot, stride, last_slot, result_slot)
-                if result_slot >= 0:
-                    going = Int32(1)
-                    counter = self.args.counters + Int64(begin_row) * 8 + 4
-                    count = teams
-                    first_slot = 2 * (begin_row + 1) + 1
-                    second_slot = 2 * (begin_row + team_size) + 1
-                    stride = 2 * team_size
-                    last_leader = begin_row + (teams - 1) * team_size
-                    last_slot = 2 * last_leader if alone else 2 * last_leader + 1
-                    result_slot = Int32(-1)
+            if target >= 0 and waits == 0:
+                in_team = own == 1 and members > 1
+                counter = leader * 2 if in_team else begin_row * 2 + 1
+                going = self.arrive(self.args.counters + Int64(counter) * 4, members if in_team else teams)
+                own = Int32(0)
+                first_level = Int32(0) if in_team else Int32(1)
+                end_level = first_level + 1
+                target = team_slot if in_team else Int32(-1)
 
     @cute.jit
     def arrive(self, counter, expected):
@@ -67,49 +68,96 @@ class SplitMerge(Epilogue):
         self.sync()
         if self.warp == 0:
             if self.lane == 0:
-                # acq_rel, and barriers on both sides, order all accesses of the CTA, and the first-level cache forgets
-                # what it held: plain loads see what the other CTAs stored, and are faster than ld.cg.
+                # acq_rel, and barriers on both sides, order all accesses of the CTA.
                 old = ptx.atomic_inc(counter, expected - 1, "acq_rel")
                 ptx.sts_b32(self.flag, Int32(1) if old == expected - 1 else Int32(0))
         self.sync()
         return ptx.lds_b32(self.flag)
 
     @cute.jit
-    def merge(self, count, first_slot, second_slot, stride, last_slot, result_slot):
-        """Merge ``count`` partial results, in slots first, second, second + stride, … and last, into O, or, where
-        result_slot >= 0, into that slot. Stats and O of LOADS_IN_FLIGHT splits are read in one round trip."""
+    def merge(self, own, first_level, end_level, target, waits, begin_row, team_size, teams, leader, members, alone):
+        """One pass: the result goes to slot ``target``, or is O where that is negative."""
         v_factor = self.v_factor()
+        self.sync()
         for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
-            state = cute.make_rmem_tensor((7,), Float32)  # m, l, mult, O
-            state.fill(0.0)
-            state[0] = Float32(NEG_INF)
-            for first in cutlass.range(0, count, LOADS_IN_FLIGHT, unroll=1):
-                ms, ls, values = [], [], []
-                mult = state[2]
-                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    # Past the end the last split is read again, and weighs nothing.
-                    slot = second_slot + (first + j - 1) * stride
-                    slot = first_slot if first + j == 0 else slot
-                    slot = last_slot if first + j >= count - 1 else slot
-                    m, l, mult = ptx.ldg_f32x3(self.stats_address(slot, row))
-                    ms.append(m if first + j < count else Float32(NEG_INF))
-                    ls.append(l)
-                    values.append(ptx.ldg_f32x4(self.values_address(slot, row)))
-                top = state[0]
-                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    top = cute.arch.fmax(top, ms[j])
-                kept = weight_of(state[0], top, mult) if state[0] != NEG_INF else Float32(0.0)
-                for i in cutlass.range_constexpr(1, 7):
-                    state[i] = state[i] * kept
-                for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    weight = weight_of(ms[j], top, mult) if ms[j] != NEG_INF else Float32(0.0)
-                    state[1] = state[1] + ls[j] * weight
-                    for e in cutlass.range_constexpr(4):
-                        state[3 + e] = state[3 + e] + values[j][e] * weight
-                state[0] = top
-                state[2] = mult
-            m, l, mult, *o = [state[i] for i in range(7)]
-            if result_slot >= 0:
-                self.store_partial(result_slot, row, o, m, l, mult)
+            mult = ptx.lds_f32(self.mult + row * 4)
+            state = empty_sum()
+            if own == 1:
+                self.add_warps(state, row, mult)
+            for level in cutlass.range(first_level, end_level, unroll=1):
+                slots = self.slots(level, waits, begin_row, team_size, teams, leader, members, alone)
+                for first in cutlass.range(0, slots[0], LOADS_IN_FLIGHT, unroll=1):
+                    self.add_slots(state, slots, first, row, mult)
+            if target < 0:
+                self.finish_row(row, state, mult, v_factor)
             else:
-                self.finish_row(row, o, m, l, mult, v_factor)
+                ptx.st_relaxed_f32x4(self.values_address(target, row), [state[2 + e] for e in range(4)])
+                ptx.st_relaxed_f32x2(self.stats_address(target, row), state[0], state[1])
+        self.sync()
+        # A row's m and l were read by all of its threads, which are past that now.
+        unset = ptx.int_as_float(Int32(UNSET))
+        for level in cutlass.range(first_level, end_level, unroll=1):
+            slots = self.slots(level, waits, begin_row, team_size, teams, leader, members, alone)
+            for i in cutlass.range(self.element // 4, slots[0], self.geo.head_size // 4, unroll=1):
+                for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+                    ptx.st_relaxed_f32x2(self.stats_address(slot_of(slots, i), row), unset, unset)
+
+    @cute.jit
+    def slots(self, level, waits, begin_row, team_size, teams, leader, members, alone):
+        """(count, first, second, stride, lone) of a level, see ``slot_of``; without this row's own where it waits for
+        the others, and then is the last."""
+        in_team = level == 0
+        count = (members if in_team else teams) - waits
+        first = (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + 1) + 1
+        second = 2 * (leader + 1) if in_team else 2 * (begin_row + team_size) + 1
+        stride = Int32(2) if in_team else 2 * team_size
+        lone = teams - 1 if level == 1 and waits == 0 and alone == 1 else Int32(-1)
+        return count, first, second, stride, lone
+
+    @cute.jit
+    def add_slots(self, state, slots, first, row, mult):
+        """Add LOADS_IN_FLIGHT slots of a level, read in one round trip, as often as it takes until all are there; then
+        empty them. Past the end the last slot is read again, and weighs nothing."""
+        at = [slot_of(slots, first + j) for j in range(LOADS_IN_FLIGHT)]
+        parts = cute.make_rmem_tensor((6 * LOADS_IN_FLIGHT,), Float32)
+        missing = Int32(1)
+        while missing == 1:
+            missing = Int32(0)
+            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                m, l = ptx.ld_relaxed_f32x2(self.stats_address(at[j], row))
+                o = ptx.ld_relaxed_f32x4(self.values_address(at[j], row))
+                parts[6 * j], parts[6 * j + 1] = m, l
+                for e in cutlass.range_constexpr(4):
+                    parts[6 * j + 2 + e] = o[e]
+                unset = ptx.float_as_int(m) == UNSET or ptx.float_as_int(o[0]) == UNSET
+                missing = Int32(1) if unset else missing
+        ms, ls, values = [], [], []
+        for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            ms.append(parts[6 * j] if first + j < slots[0] else Float32(NEG_INF))
+            ls.append(parts[6 * j + 1])
+            values.append([parts[6 * j + 2 + e] for e in range(4)])
+        add_parts(state, ms, ls, values, mult)
+        nothing = [ptx.int_as_float(Int32(UNSET))] * 4
+        for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if first + j < slots[0]:
+                ptx.st_relaxed_f32x4(self.values_address(at[j], row), nothing)
+
+    def values_address(self, slot: Any, row: Any) -> Any:
+        """This thread's elements of O, of a row of a partial result."""
+        word = Int64(slot) * self.geo.partial_floats + Int64(row * self.geo.head_size + self.element)
+        return self.args.partials + word * 4
+
+    def stats_address(self, slot: Any, row: Any) -> Any:
+        """(m, l) of a row of a partial result."""
+        word = Int64(slot) * self.geo.partial_floats + Int64(self.geo.rows * self.geo.head_size + row * 2)
+        return self.args.partials + word * 4
+
+
+@cute.jit
+def slot_of(slots, i):
+    """The slot of part i of a level: first, second, second + stride, …; the last one again past the end; of part
+    ``lone`` the one before."""
+    count, first, second, stride, lone = slots
+    i = cutlass.min(i, count - 1)
+    slot = first if i == 0 else second + (i - 1) * stride
+    return slot - 1 if i == lone else slot

@@ -37,16 +37,20 @@ def load_row(args, row):
 
 
 @cute.jit
-def piece_of(args, work, p):
-    """(seq, head, begin, end) of piece p: tokens [begin, end) by the live length. The last piece of a sequence
-    runs to its end, however long it is by now, so a stale plan costs balance, never correctness."""
+def item_of(args, work, p):
+    """(seq, head) of piece p."""
     item = work.first_item + p
     seq = item // args.num_kv_heads
+    return seq, item - seq * args.num_kv_heads
+
+
+@cute.jit
+def span_of(work, p, seq_len):
+    """Tokens [begin, end) of piece p by the live length. The last piece of a sequence runs to its end, however long it
+    is by now, so a stale plan costs balance, never correctness."""
     begin = work.first_tile * PLAN_TILE if p == 0 else Int32(0)
-    end = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
-    if p == work.pieces - 1 and work.end_tile > 0:
-        end = cutlass.min(end, work.end_tile * PLAN_TILE)
-    return seq, item - seq * args.num_kv_heads, begin, end
+    end = cutlass.min(seq_len, work.end_tile * PLAN_TILE) if p == work.pieces - 1 and work.end_tile > 0 else seq_len
+    return begin, end
 
 
 def num_tiles(geo: Geometry, begin: Any, end: Any) -> Any:
@@ -66,14 +70,14 @@ class Mailbox:
         self.geo = geo
 
     @cute.jit
-    def put(self, smem, lane, turn, work):
+    def put(self, smem, lane, turn, work, waits):
         """The producer warp: hand over a row once its place is free."""
         box = turn & 1
         ptx.mbarrier_wait(smem + self.geo.mail_free_offset + 8 * box, ((turn >> 1) & 1) ^ 1)
         if lane == 0:
             mail = smem + self.geo.mail_offset + box * 32
             ptx.sts128(mail, (work.row, work.first_item, work.pieces, work.first_tile))
-            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, Int32(0)))
+            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, waits))
             ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
 
     def wait(self, smem: Any, turn: Any) -> None:
@@ -86,6 +90,10 @@ class Mailbox:
         row, first_item, pieces, first_tile = ptx.lds128(mail)
         end_tile, first_row, last_row, _ = ptx.lds128(mail + 16)
         return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+    def waits(self, smem: Any, turn: Any) -> Any:
+        """1: all rows run at once, so this one may wait for another."""
+        return ptx.lds_b32(smem + self.geo.mail_offset + (turn & 1) * 32 + 28)
 
     @cute.jit
     def free(self, smem, lane, turn):
