@@ -8,15 +8,16 @@ the next row that nobody has. Rows get smaller towards the end of the line, beca
 equal shares a fifth of an H200's SMs was done first, and the others took 22 % longer (docs/performance.md).
 
 Everything about a row follows from its position on the line, so a kernel can build the same plan in one launch
-(kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, whether a
-row may wait for another because all run at once), then per row
+(kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, how splits
+are merged), then per row
 
     0 first_seq    3 end_seq     6 first_row: row in which this row's first item begins
     1 first_head   4 end_head    7 last_row:  row in which this row's last item ends
     2 first_tile   5 end_tile
 
 Work starts at (first_seq, first_head, first_tile) and stops before (end_seq, end_head, end_tile); the last piece of
-an item runs to the live end of its sequence, whatever was planned.
+an item runs to the live end of its sequence, whatever was planned. In a PAIRED plan rows 2 i and 2 i + 1 belong to one
+item: the two halves of a CTA take them, and merge them in shared memory, as one split.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ hides some; a tile takes a CTA about 1 us once all of them stream."""
 MIN_SHARE = 4 + PIECE_COST
 """Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
 
-SHORT_TILES, FEW_SPLITS = (2, 4, 8), 16
-"""Where the work is too little for all CTAs, latency decides: a row has the fewest of these tiles that cut no item
-into more than FEW_SPLITS, else 4. Two steps of merging cost as much as four more tiles."""
+ARRIVE, WAIT, PAIRED = range(3)
+"""How splits are merged: by whoever is done last; or, where each CTA has one row of one piece, by the last of them, which
+waits for the others; or so with two rows as one split."""
+
+SINGLE_TILES, SHORT_TILES, PAIR_SHARE = 32, (2, 4), 4
+"""Where the work is too little for all CTAs, latency decides. An item of up to SINGLE_TILES is cut into 8 rows at most, of
+SHORT_TILES, on as many SMs; a longer one into pairs of PAIR_SHARE tiles each, one for each warp: half as many splits to
+merge, by twice as many threads."""
 
 SHARES = ((1, 8), (2, 1))
 """(rows per CTA, each this many tenths of a CTA's equal share), in the order of the line."""
@@ -69,6 +75,7 @@ class PlanShape:
     num_ctas: int
     num_kv_heads: int
     max_splits: int | None = None  # None: as many as balance asks for
+    pairs: bool = True  # CTAs are halves of larger ones, two by two
 
     @property
     def num_rows(self) -> int:
@@ -99,9 +106,11 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
     lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, INT32_MAX), INT32_MAX)
     tiles = np.maximum(-(-lens // PLAN_TILE), 1)
-    aligned = aligned_share(tiles, shape)
+    aligned, rows = aligned_share(tiles, shape)
+    paired = rows == 2
+    step = aligned * rows
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
-    length = -(-tiles // aligned) * aligned if aligned else tiles + cost
+    length = -(-tiles // step) * step if aligned else tiles + cost
     seq_start = np.concatenate(([0], np.cumsum(length * shape.num_kv_heads)))
     total = int(seq_start[-1])
     segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, int(tiles.max(initial=0)), shape)
@@ -127,23 +136,29 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     for column, values in enumerate((seq, head, tile)):
         plan[1:, column] = values[:-1]
         plan[1:, 3 + column] = values[1:]
-    rows_in_use = int(np.searchsorted(position, total))
-    plan[0, 0], plan[0, 2] = rows_in_use, rows_in_use <= shape.num_ctas
+    plan[0, 0] = np.searchsorted(position, total)
+    plan[0, 2] = PAIRED if paired else WAIT if aligned else ARRIVE
     return plan
 
 
-def aligned_share(tiles: Int64Array, shape: PlanShape) -> int:
-    """Tiles per row where every row can hold one piece and all rows run at once; 0 where other rows serve better: for
-    long lines, or where it would be more than ALIGN_SLACK longer than an equal share. ``tiles``: per sequence."""
+def aligned_share(tiles: Int64Array, shape: PlanShape) -> tuple[int, int]:
+    """(tiles per row, rows per split) where every row can hold one piece and all rows run at once; (0, 1) where other
+    rows serve better: for long lines, or where it would be more than ALIGN_SLACK longer than an equal share. ``tiles``:
+    per sequence."""
     equal = -(-int(tiles.sum()) * shape.num_kv_heads // shape.num_ctas)
     if shape.max_splits is not None or equal >= DYNAMIC_ABOVE or not len(tiles):
-        return 0
-    short = next((share for share in SHORT_TILES if share * FEW_SPLITS >= tiles.max()), MIN_SHARE - PIECE_COST)
-    smallest = max(equal, short)
-    for share in range(smallest, smallest + ALIGN_SLACK + 1):
-        if int((-(-tiles // share)).sum()) * shape.num_kv_heads <= shape.num_ctas:
-            return share
-    return 0
+        return 0, 1
+    longest = int(tiles.max())
+    single = SHORT_TILES[2 * longest > SINGLE_TILES]
+    singles_first = longest <= SINGLE_TILES and equal <= single
+    for rows, short in ((1, single), (2, PAIR_SHARE)) if singles_first else ((2, PAIR_SHARE), (1, single)):
+        if rows == 2 and not shape.pairs:
+            continue
+        smallest = max(equal, short)
+        for share in range(smallest, smallest + ALIGN_SLACK + 1):
+            if int((-(-tiles // (rows * share))).sum()) * rows * shape.num_kv_heads <= shape.num_ctas:
+                return share, rows
+    return 0, 1
 
 
 def cut_line(total: int, longest: int, shape: PlanShape) -> list[Segment]:

@@ -92,7 +92,7 @@ class CuteBackend:
         if buffer is None:
             geometry = Geometry.of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
-            shape = PlanShape(num_ctas, self.shape.num_kv_heads, self.tuning.max_splits)
+            shape = PlanShape(num_ctas, self.shape.num_kv_heads, self.tuning.max_splits, geometry.halves == 2)
             buffer = PlanBuffer.make(shape, self.device)
             if geometry.rows not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.
@@ -176,7 +176,7 @@ class CuteBackend:
         )
         buffer = self.plan_buffer(q_len)
         addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.rows].data_ptr())
-        return Launch(kernel, addresses, strides, buffer.shape.num_ctas)
+        return Launch(kernel, addresses, strides, buffer.shape.num_ctas // geometry.halves)
 
     def is_compiled(self, variant: Variant) -> bool:
         return kernel_cache().is_compiled(variant)

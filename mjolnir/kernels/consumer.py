@@ -13,6 +13,7 @@ from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
 from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, span_of
+from mjolnir.plan import ARRIVE, PAIRED
 from mjolnir.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -29,7 +30,7 @@ class Consumer:
         self.mailbox = Mailbox(geo)
 
     @cute.jit
-    def run(self, args, smem, warp, lane):
+    def run(self, args, smem, half, warp, lane):
         """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
         geo = self.geo
         g, t = lane // 4, lane % 4
@@ -79,16 +80,18 @@ class Consumer:
                 stage = (stage + tiles) % geo.stages
                 if cutlass.const_expr(self.variant.split):
                     work = self.mailbox.read(smem, turn)
-                    merge = SplitMerge(self.variant, geo, args, smem, seq, head)
+                    mode = self.mailbox.mode(smem, turn)
+                    paired = Int32(mode == PAIRED) if cutlass.const_expr(geo.halves == 2) else Int32(0)
+                    merge = SplitMerge(self.variant, geo, args, smem, half, seq, head, paired)
                     merge.share(state, mult, kv_group, row0)
                     merge.conclude(
                         work.row,
                         work.first_row if p == 0 and work.first_tile > 0 else work.row,
                         work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row,
-                        self.mailbox.waits(smem, turn),
+                        Int32(mode != ARRIVE),
                     )
                 else:
-                    epilogue = Epilogue(self.variant, geo, args, smem, seq, head)
+                    epilogue = Epilogue(self.variant, geo, args, smem, half, seq, head, Int32(0))
                     epilogue.share(state, mult, kv_group, row0)
                     epilogue.write()
             self.mailbox.free(smem, lane, turn)

@@ -161,8 +161,8 @@ class DecodeKernel:
         )
         self.kernel(maps[0], maps[1], args).launch(
             grid=(grid, 1, 1),
-            block=(geo.threads, 1, 1),
-            min_blocks_per_mp=geo.ctas_per_sm,
+            block=(geo.halves * geo.threads, 1, 1),
+            min_blocks_per_mp=geo.ctas_per_sm // geo.halves,
             preferred_smem_carveout=100,
             use_pdl=self.variant.pdl,
             stream=stream,
@@ -180,10 +180,12 @@ class DecodeKernel:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         lane = tid % WARP
-        storage = cutlass.Array(cutlass.Uint8, geo.smem_bytes, space=cutlass.AddressSpace.smem, alignment=1024)
-        smem = Int32(storage.data_ptr().toint())
+        half, warp = warp // (geo.consumer_warps + 1), warp % (geo.consumer_warps + 1)
+        size = geo.halves * geo.half_bytes
+        storage = cutlass.Array(cutlass.Uint8, size, space=cutlass.AddressSpace.smem, alignment=1024)
+        smem = Int32(storage.data_ptr().toint()) + half * geo.half_bytes
         desc_k, desc_v = Int64(tma_k.get_ptr().toint()), Int64(tma_v.get_ptr().toint())
-        if tid == 0:
+        if warp == 0 and lane == 0:
             for s in cutlass.range_constexpr(geo.stages):
                 ptx.mbarrier_init(smem + geo.full_offset + 8 * s, Int32(geo.full_arrivals))
                 ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
@@ -199,8 +201,8 @@ class DecodeKernel:
         if warp == geo.consumer_warps:
             if cutlass.const_expr(self.variant.pdl):
                 self.producer.touch(args, cta, lane)
-            self.producer.run(args, cta, smem, lane, desc_k, desc_v)
+            self.producer.run(args, cta, half, smem, lane, desc_k, desc_v)
         else:
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
-            self.consumer.run(args, smem, warp, lane)
+            self.consumer.run(args, smem, half, warp, lane)

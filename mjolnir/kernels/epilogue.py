@@ -19,7 +19,8 @@ from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
 LN_2 = 0.6931471805599453
-CONSUMER_BARRIER = 1
+CONSUMER_BARRIERS = 1
+"""Two, of the halves' consumers, then one of both."""
 
 
 def empty_sum() -> Any:
@@ -51,7 +52,15 @@ class Epilogue:
     """One consumer thread's view of the results of item (seq, head)."""
 
     def __init__(
-        self, variant: Variant, geo: Geometry, args: DecodeArgs, smem: Any, seq: Any, head: Any
+        self,
+        variant: Variant,
+        geo: Geometry,
+        args: DecodeArgs,
+        smem: Any,
+        half: Any,
+        seq: Any,
+        head: Any,
+        paired: Any,
     ):
         self.variant, self.geo, self.args = variant, geo, args
         self.seq, self.head = seq, head
@@ -61,15 +70,20 @@ class Epilogue:
         self.flag = smem + geo.flag_offset
         self.live_rows = args.q_len * args.group
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
-        self.threads = geo.consumer_warps * WARP
-        thread = ptx.thread_index()
-        self.warp, self.lane = thread // WARP, thread % WARP
+        thread = ptx.thread_index() - half * geo.threads
+        self.is_first, self.lane = thread == 0, thread % WARP
+        # The halves of a pair are one: twice the threads, and all of their warps to merge.
+        self.paired, self.halves = paired, 1 + paired
+        self.threads = geo.consumer_warps * WARP * self.halves
+        self.barrier = CONSUMER_BARRIERS + half * (1 - paired) + 2 * paired
+        self.first_half = -half * paired * geo.half_bytes
+        thread = thread + half * paired * (geo.consumer_warps * WARP)
         self.element = thread % (geo.head_size // 4) * 4
         self.first_row = thread // (geo.head_size // 4)
-        self.row_step = self.threads // (geo.head_size // 4)
+        self.row_step = geo.consumer_warps * WARP // (geo.head_size // 4) * self.halves
 
     def sync(self) -> None:
-        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
+        ptx.barrier_sync(self.barrier, self.threads)
 
     def share(self, state: SoftmaxState, mult: Any, kv_group: Any, row0: Any) -> None:
         """This warp's O, m and l into the exchange buffer."""
@@ -110,16 +124,21 @@ class Epilogue:
             self.finish_row(row, state, mult, v_factor)
         self.sync()
 
-    def add_warps(self, state: Any, row: Any, mult: Any) -> None:
-        """Add what the CTA's warps shared of a row."""
+    @cute.jit
+    def add_warps(self, state, row, mult):
+        """Add what the warps shared of a row."""
         geo = self.geo
         word = self.exchange_word()
-        stats, values = [], []
-        for group in range(geo.kv_groups):
-            stats.append(ptx.lds_f32x2(self.ml + (group * geo.rows + row) * 8))
-            addr = self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
-            values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4)))
-        add_parts(state, [m for m, _ in stats], [l for _, l in stats], values, mult)
+        for half in cutlass.range(self.halves, unroll=1):
+            base = self.first_half + half * geo.half_bytes
+            ms, ls, values = [], [], []
+            for group in cutlass.range_constexpr(geo.kv_groups):
+                m, l = ptx.lds_f32x2(base + self.ml + (group * geo.rows + row) * 8)
+                addr = base + self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
+                ms.append(m)
+                ls.append(l)
+                values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4)))
+            add_parts(state, ms, ls, values, mult)
 
     def v_factor(self) -> Any:
         args = self.args

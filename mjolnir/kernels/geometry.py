@@ -27,10 +27,9 @@ LOADS_IN_FLIGHT = 8
 """Splits that a thread reads at once. A round trip to L2 takes as long for 16, but the longer code, which is fetched
 cold, cost more than the trips it saved."""
 
-ONE_STEP_SPLITS = 32
-"""More splits are merged in two steps, by teams of neighbours, at the price of one more arrival (0.7 us)."""
-
-TEAM, BIG_TEAM, BIG_TEAM_ABOVE = 16, 32, 256
+LOG2_TEAM = ((16, 4), (64, 3), (256, 4), (1 << 30, 5))
+"""(up to so many splits, log2 of a team's members): more than 16 splits are merged in two steps, by teams of neighbours,
+which take about as many round trips each."""
 
 UNSET = -1
 """The bits of an empty slot's words: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
@@ -87,7 +86,7 @@ class Geometry:
     rows_per_warp: int
     row_groups: int
     kv_groups: int
-    ctas_per_sm: int
+    ctas_per_sm: int  # halves of a CTA count as CTAs, see ``halves``
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
 
     @classmethod
@@ -154,7 +153,19 @@ class Geometry:
 
     @property
     def threads(self) -> int:
+        """Of a half."""
         return (self.consumer_warps + 1) * WARP
+
+    @property
+    def halves(self) -> int:
+        """Where two CTAs fit on an SM they are one of twice the size: each half has its own producer, ring and
+        consumers, and works alone or, in a paired plan, with the other."""
+        return 2 if self.ctas_per_sm == 2 and self.kv_groups > 1 else 1
+
+    @property
+    def half_bytes(self) -> int:
+        """Shared memory of a half."""
+        return -(-self.smem_bytes // 1024) * 1024
 
     @property
     def row_tiles(self) -> int:

@@ -19,9 +19,11 @@ sequences a program makes fewer rows."""
 INT32_MAX = tl.constexpr(2**31 - 1)
 FAR = tl.constexpr(2**62)
 TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_COST), tl.constexpr(plan.MIN_SHARE)
-COLUMNS, FEW_SPLITS = tl.constexpr(plan.PLAN_COLUMNS), tl.constexpr(plan.FEW_SPLITS)
+COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)
 DYNAMIC_ABOVE, ALIGN_SLACK = tl.constexpr(plan.DYNAMIC_ABOVE), tl.constexpr(plan.ALIGN_SLACK)
-SHORT_0, SHORT_1, SHORT_2 = (tl.constexpr(tiles) for tiles in plan.SHORT_TILES)
+SINGLE_TILES, PAIR_SHARE = tl.constexpr(plan.SINGLE_TILES), tl.constexpr(plan.PAIR_SHARE)
+SHORT_0, SHORT_1 = (tl.constexpr(tiles) for tiles in plan.SHORT_TILES)
+ARRIVE, WAIT, PAIRED = tl.constexpr(plan.ARRIVE), tl.constexpr(plan.WAIT), tl.constexpr(plan.PAIRED)
 (_rows_0, _tenths_0), (_rows_1, _tenths_1) = plan.SHARES
 ROWS_0, TENTHS_0, TENTHS_1 = tl.constexpr(_rows_0), tl.constexpr(_tenths_0), tl.constexpr(_tenths_1)
 
@@ -59,6 +61,17 @@ def _cut(position, total, index, live, starts, length, num_seqs, cost, HEADS: tl
     return seq, head, tile, position - offset, item_length
 
 
+@triton.jit
+def _aligned(tiles, equal, short, ROWS: tl.constexpr, HEADS: tl.constexpr, NUM_CTAS: tl.constexpr):
+    """The smallest share whose rows all run at once, or 0."""
+    aligned = tl.zeros_like(equal)
+    for slack in tl.static_range(ALIGN_SLACK + 1):
+        share = tl.maximum(equal, short) + slack
+        fits = tl.sum((tiles + ROWS * share - 1) // (ROWS * share), 0) * ROWS * HEADS <= NUM_CTAS
+        aligned = tl.where(fits & (aligned == 0), share, aligned)
+    return aligned
+
+
 # Not specialised: another num_seqs or address must not compile another kernel while a CUDA graph is being captured.
 @triton.jit(do_not_specialize=["num_seqs", "margin"], do_not_specialize_on_alignment=["seq_lens"])
 def _build_plan(
@@ -70,6 +83,7 @@ def _build_plan(
     NUM_CTAS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # 0: no cap
     BLOCK_SEQS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -83,17 +97,20 @@ def _build_plan(
 
     # aligned_share
     aligned = tl.zeros_like(longest)
+    paired = tl.zeros_like(longest)
     if MAX_SPLITS == 0:
         equal = (tl.sum(tiles, 0) * HEADS + (NUM_CTAS - 1)) // NUM_CTAS
-        short = tl.where(longest <= SHORT_2 * FEW_SPLITS, SHORT_2, MIN_SHARE - COST)
-        short = tl.where(longest <= SHORT_1 * FEW_SPLITS, SHORT_1, short)
-        short = tl.where(longest <= SHORT_0 * FEW_SPLITS, SHORT_0, short)
-        for slack in tl.static_range(ALIGN_SLACK + 1):
-            share = tl.maximum(equal, short) + slack
-            fits = tl.sum((tiles + share - 1) // share, 0) * HEADS <= NUM_CTAS
-            aligned = tl.where(fits & (aligned == 0), share, aligned)
+        short = tl.where(2 * longest > SINGLE_TILES, SHORT_1, SHORT_0)
+        single = _aligned(tiles, equal, short, 1, HEADS, NUM_CTAS)
+        aligned = single
+        if PAIRS:
+            pairs = _aligned(tiles, equal, PAIR_SHARE, 2, HEADS, NUM_CTAS)
+            single_first = (longest <= SINGLE_TILES) & (equal <= short) & (single > 0)
+            paired = ((pairs > 0) & (single_first == 0)).to(tl.int64)
+            aligned = tl.where(paired > 0, pairs, single)
         aligned = tl.where((equal < DYNAMIC_ABOVE) & (num_seqs > 0), aligned, 0)
-    step = tl.maximum(aligned, 1)
+        paired = tl.where(aligned > 0, paired, 0)
+    step = tl.maximum(aligned * (1 + paired), 1)
     length = tl.where(aligned > 0, (tiles + step - 1) // step * step, tiles + COST)
     length = tl.where(live, length, 0)
     cost = tl.where(aligned > 0, 0, COST)
@@ -145,8 +162,8 @@ def _build_plan(
     if tl.program_id(0) == 0:
         rows_in_use = tl.where(total > 0, _row_of(total - 1, share_0, share_1, start_1, row_1) + 1, 0)
         column = tl.arange(0, COLUMNS)
-        waits = (rows_in_use <= NUM_CTAS).to(tl.int64)
-        header = tl.where(column == 0, rows_in_use, tl.where(column == 2, waits, 0))
+        mode = tl.where(paired > 0, PAIRED, tl.where(aligned > 0, WAIT, ARRIVE))
+        header = tl.where(column == 0, rows_in_use, tl.where(column == 2, mode, 0))
         tl.store(plan_rows + column, header.to(tl.int32))
 
 
@@ -174,6 +191,7 @@ def build_plan_on_device(
         NUM_CTAS=shape.num_ctas,
         NUM_ROWS=shape.num_rows,
         HEADS=shape.num_kv_heads,
+        PAIRS=shape.pairs,
         MAX_SPLITS=shape.max_splits or 0,
         BLOCK_SEQS=block_seqs,
         BLOCK_ROWS=block_rows,

@@ -11,8 +11,8 @@ from cutlass import Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales
 from mjolnir.kernels.geometry import WARP, Geometry
-from mjolnir.kernels.work import Mailbox, Work, first_stage, item_of, load_row, num_tiles, span_of
-from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
+from mjolnir.kernels.work import Mailbox, Work, first_stage, item_of, load_row, num_tiles, row_address, span_of
+from mjolnir.plan import PAIRED, PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
 
 
@@ -49,7 +49,7 @@ class Producer:
             ptx.prefetch_l2(address)
 
     @cute.jit
-    def run(self, args, cta, smem, lane, desc_k, desc_v):
+    def run(self, args, cta, half, smem, lane, desc_k, desc_v):
         """Lane j loads box j of a tile, which is K or V, one panel or all, of one page."""
         geo = self.geo
         log2_rows = cutlass.min(args.log2_page, Int32(geo.tile.bit_length() - 1))
@@ -67,26 +67,36 @@ class Producer:
         if cutlass.const_expr(geo.v.panel_bytes != geo.k.panel_bytes):
             panel_bytes = Int32(geo.v.panel_bytes) if is_v == 1 else panel_bytes
         box = smem + is_v * (geo.tile * geo.k.row_bytes) + (panel * geo.tile + box_row) * panel_bytes
+        # Few rows go to as many SMs, a pair to the two halves of a CTA.
+        alone, pair = cta + half * cute.arch.grid_dim()[0], cta * geo.halves + half
         guess_item, guess_tile, guess_len, guess_page = Int32(-1), Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.variant.pdl):
             # The plan of the layer before is most likely this one's: guess the first row from it, so that the row, the
             # length and the page that it names are read together, and not one after the other (0.5 us).
-            guess_seq, guess_head, guess_tile, _ = ptx.ld_relaxed_b32x4(args.plan + (Int64(cta) + 1) * (PLAN_COLUMNS * 4))
+            _, _, guess_mode, _ = ptx.ld_relaxed_b32x4(args.plan)
+            guess_seq, guess_head, guess_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, alone))
+            pair_seq, pair_head, pair_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, pair))
+            if guess_mode == PAIRED:
+                guess_seq, guess_head, guess_tile = pair_seq, pair_head, pair_tile
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
             if guess_seq < args.seq_rows:
                 guess_item = guess_seq * args.num_kv_heads + guess_head
                 guess_len = ptx.ldg_b32(args.seq_lens + Int64(guess_seq) * 4)
                 guess_page = self.first_page(args, guess_seq, guess_tile * PLAN_TILE + box_row)
-        work = load_row(args, cta)
-        num_rows, _, waits, _ = ptx.ldg128(args.plan)
-        num_ctas = cute.arch.grid_dim()[0]
+        num_rows, _, mode, _ = ptx.ldg128(args.plan)
+        work = load_row(args, alone)
+        if cutlass.const_expr(geo.halves == 2):
+            pair_work = load_row(args, pair)
+            if mode == PAIRED:
+                work = pair_work
+        num_ctas = cute.arch.grid_dim()[0] * geo.halves
         stage = Int32(0)  # of the ring
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
-        row = cta
+        row = work.row
         while row < num_rows:
-            self.mailbox.put(smem, lane, turn, work, waits)
+            self.mailbox.put(smem, lane, turn, work, mode)
             turn += 1
             for p in cutlass.range(work.pieces, unroll=1):
                 seq, head = item_of(args, work, p)
@@ -137,7 +147,7 @@ class Producer:
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
                 if row < num_rows:
                     work = load_row(args, row)
-        self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), waits)
+        self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), mode)
 
     @cute.jit
     def first_page(self, args, seq, token):

@@ -48,6 +48,10 @@ def thread_index() -> Any:
     return _asm("r", "mov.u32 $0, %tid.x;", side_effects=True)
 
 
+def barrier_sync(barrier: Any, threads: Any) -> None:
+    _asm("", "barrier.sync $0, $1;", [barrier, threads], "rr", True)
+
+
 # Shared memory
 
 

@@ -21,22 +21,28 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.epilogue import Epilogue, add_parts, empty_sum
-from mjolnir.kernels.geometry import BIG_TEAM, BIG_TEAM_ABOVE, LOADS_IN_FLIGHT, ONE_STEP_SPLITS, TEAM, UNSET
+from mjolnir.kernels.geometry import LOADS_IN_FLIGHT, LOG2_TEAM, UNSET
 from mjolnir.kernels.softmax import NEG_INF
 
 
 class SplitMerge(Epilogue):
     @cute.jit
     def conclude(self, row, begin_row, final_row, waits):
-        """Merge the warps; then, of the splits that rows begin_row … final_row hold, what is for this row to merge."""
-        splits = final_row - begin_row + 1
-        team_size = Int32(TEAM) if splits <= BIG_TEAM_ABOVE else Int32(BIG_TEAM)
-        team_size = splits if splits <= ONE_STEP_SPLITS else team_size
-        teams = (splits + team_size - 1) // team_size
-        team = (row - begin_row) // team_size
-        leader = begin_row + team * team_size
+        """Merge the warps; then, of the splits that rows begin_row … final_row hold, what is for this row to merge. The
+        rows of a pair make one split."""
+        step = self.halves
+        splits = (final_row - begin_row + step) >> self.paired
+        split = (row - begin_row) >> self.paired
+        log2_team = Int32(0)
+        for i in cutlass.range_constexpr(len(LOG2_TEAM)):
+            up_to, log2_size = LOG2_TEAM[-1 - i]
+            log2_team = Int32(log2_size) if splits <= up_to else log2_team
+        team_size = Int32(1) << log2_team
+        teams = (splits + team_size - 1) >> log2_team
+        team = split >> log2_team
+        leader = begin_row + team * team_size * step
         members = cutlass.min(splits - team * team_size, team_size)
-        team_slot = 2 * (leader + 1) + 1 if team == 0 else 2 * leader + 1
+        team_slot = 2 * (leader + step) + 1 if team == 0 else 2 * leader + 1
         team_slot = team_slot if teams > 1 else Int32(-1)
         # The last team may have one member, which leaves its result where a split's lies.
         alone = Int32(1) if splits - (teams - 1) * team_size == 1 else Int32(0)
@@ -44,11 +50,11 @@ class SplitMerge(Epilogue):
         # A pass adds up this row's warps (``own``) and the slots of levels first_level … end_level - 1: 0 is the
         # members of the team, 1 the teams. One body for all passes: code that runs once a launch is code to fetch.
         own, first_level, end_level = Int32(1), Int32(0), Int32(0)
-        target = 2 * row + 1 if row == begin_row else 2 * row
+        target = 2 * begin_row + 1 if split == 0 else 2 * (begin_row + split * step)
         target = target if splits > 1 else Int32(-1)
-        if waits == 1 and row == leader + members - 1:
-            end_level = Int32(2) if row == final_row and teams > 1 else Int32(1)
-            target = Int32(-1) if row == final_row else team_slot
+        if waits == 1 and split == team * team_size + members - 1:
+            end_level = Int32(2) if split == splits - 1 and teams > 1 else Int32(1)
+            target = Int32(-1) if split == splits - 1 else team_slot
         going = Int32(1)
         while going == 1:
             self.merge(own, first_level, end_level, target, waits, begin_row, team_size, teams, leader, members, alone)
@@ -66,11 +72,10 @@ class SplitMerge(Epilogue):
     def arrive(self, counter, expected):
         """1 in every thread of the CTA that arrives last of ``expected``, else 0. The counter resets itself."""
         self.sync()
-        if self.warp == 0:
-            if self.lane == 0:
-                # acq_rel, and barriers on both sides, order all accesses of the CTA.
-                old = ptx.atomic_inc(counter, expected - 1, "acq_rel")
-                ptx.sts_b32(self.flag, Int32(1) if old == expected - 1 else Int32(0))
+        if self.is_first:
+            # acq_rel, and barriers on both sides, order all accesses of the CTA.
+            old = ptx.atomic_inc(counter, expected - 1, "acq_rel")
+            ptx.sts_b32(self.flag, Int32(1) if old == expected - 1 else Int32(0))
         self.sync()
         return ptx.lds_b32(self.flag)
 
@@ -108,9 +113,9 @@ class SplitMerge(Epilogue):
         the others, and then is the last."""
         in_team = level == 0
         count = (members if in_team else teams) - waits
-        first = (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + 1) + 1
-        second = 2 * (leader + 1) if in_team else 2 * (begin_row + team_size) + 1
-        stride = Int32(2) if in_team else 2 * team_size
+        first = (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + self.halves) + 1
+        stride = 2 * self.halves if in_team else 2 * self.halves * team_size
+        second = 2 * leader + stride if in_team else 2 * begin_row + stride + 1
         lone = teams - 1 if level == 1 and waits == 0 and alone == 1 else Int32(-1)
         return count, first, second, stride, lone
 

@@ -25,10 +25,14 @@ class Work(NamedTuple):
     last_row: Int32
 
 
+def row_address(args: Any, row: Any) -> Any:
+    return args.plan + (Int64(row) + 1) * (PLAN_COLUMNS * 4)
+
+
 @cute.jit
 def load_row(args, row):
     """A row of the plan."""
-    at = args.plan + (Int64(row) + 1) * (PLAN_COLUMNS * 4)
+    at = row_address(args, row)
     first_seq, first_head, first_tile, end_seq = ptx.ldg128(at)
     end_head, end_tile, first_row, last_row = ptx.ldg128(at + 16)
     first_item = first_seq * args.num_kv_heads + first_head
@@ -70,14 +74,14 @@ class Mailbox:
         self.geo = geo
 
     @cute.jit
-    def put(self, smem, lane, turn, work, waits):
+    def put(self, smem, lane, turn, work, mode):
         """The producer warp: hand over a row once its place is free."""
         box = turn & 1
         ptx.mbarrier_wait(smem + self.geo.mail_free_offset + 8 * box, ((turn >> 1) & 1) ^ 1)
         if lane == 0:
             mail = smem + self.geo.mail_offset + box * 32
             ptx.sts128(mail, (work.row, work.first_item, work.pieces, work.first_tile))
-            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, waits))
+            ptx.sts128(mail + 16, (work.end_tile, work.first_row, work.last_row, mode))
             ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
 
     def wait(self, smem: Any, turn: Any) -> None:
@@ -91,8 +95,8 @@ class Mailbox:
         end_tile, first_row, last_row, _ = ptx.lds128(mail + 16)
         return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
 
-    def waits(self, smem: Any, turn: Any) -> Any:
-        """1: all rows run at once, so this one may wait for another."""
+    def mode(self, smem: Any, turn: Any) -> Any:
+        """How the plan's splits are merged: ARRIVE, WAIT or PAIRED."""
         return ptx.lds_b32(smem + self.geo.mail_offset + (turn & 1) * 32 + 28)
 
     @cute.jit
