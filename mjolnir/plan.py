@@ -7,6 +7,9 @@ span several rows, and no length has a say in how many rows there are. CTA c sta
 the next row that nobody has. Rows get smaller towards the end of the line, because CTAs are not equally fast: with
 equal shares a fifth of an H200's SMs was done first, and the others took 22 % longer (docs/performance.md).
 
+Fixed splits (PlanShape.fixed_tiles) are aligned rows of one length in every step, each a split of one item: where an
+item is cut, and so the order of every sum, follows from the item alone. There the work decides how many rows there are.
+
 Everything about a row follows from its position on the line, so a kernel can build the same plan in one launch
 (kernels/plan_kernel.py). A plan is int32: a header (number of rows in use, a ticket counter that starts at 0, how splits
 are merged), then per row
@@ -76,10 +79,12 @@ class PlanShape:
     num_kv_heads: int
     max_splits: int | None = None  # None: as many as balance asks for
     pairs: bool = True  # CTAs are halves of larger ones, two by two
+    fixed_tiles: int = 0  # tiles per split where cuts follow from an item alone; 0: cuts follow from balance
+    fixed_rows: int = 0  # rows kept for that; more work than they hold goes to the last one
 
     @property
     def num_rows(self) -> int:
-        return self.num_ctas * ROWS_PER_CTA
+        return max(self.num_ctas * ROWS_PER_CTA, self.fixed_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,7 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
     lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, INT32_MAX), INT32_MAX)
     tiles = np.maximum(-(-lens // PLAN_TILE), 1)
-    aligned, rows = aligned_share(tiles, shape)
+    aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, shape)
     paired = rows == 2
     step = aligned * rows
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
@@ -116,6 +121,7 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, int(tiles.max(initial=0)), shape)
 
     position = np.minimum(_row_starts(segments, shape.num_rows + 1), total)
+    position[-1] = total  # the last row takes what fixed splits leave over
     seq = np.searchsorted(seq_start, position, side="right") - 1
     item_length = np.append(length, 1)[seq]
     offset = position - seq_start[seq]
@@ -132,13 +138,19 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         # Tile k of an item lies at item_start + cost + k, and belongs to the row it lies in.
         item_start = position - offset
         plan[1:, 6] = _row_of(segments, item_start + cost)[:-1]
-        plan[1:, 7] = _row_of(segments, item_start + item_length - 1)[1:]
+        plan[1:, 7] = np.minimum(_row_of(segments, item_start + item_length - 1)[1:], shape.num_rows - 1)
     for column, values in enumerate((seq, head, tile)):
         plan[1:, column] = values[:-1]
         plan[1:, 3 + column] = values[1:]
     plan[0, 0] = np.searchsorted(position, total)
-    plan[0, 2] = PAIRED if paired else WAIT if aligned else ARRIVE
+    plan[0, 2] = PAIRED if paired else WAIT if aligned and not shape.fixed_tiles else ARRIVE
     return plan
+
+
+def fixed_rows(num_seqs: int, tokens: int, fixed_split: int, num_kv_heads: int) -> int:
+    """Rows that hold every step of at most ``num_seqs`` sequences with ``tokens`` tokens in all, where a split has
+    ``fixed_split`` tokens: a sequence of n takes n / fixed_split, rounded up, and one if it is empty."""
+    return num_kv_heads * (num_seqs + tokens // fixed_split)
 
 
 def aligned_share(tiles: Int64Array, shape: PlanShape) -> tuple[int, int]:

@@ -84,6 +84,13 @@ class DecodeRunner:
         kv_evict_first: stream K and V through L2 with the evict-first policy.
         device: a CUDA device; on "cpu", and on GPUs that the kernels do not compile for, the reference backend runs.
         sm_count: multiprocessors to plan for; None: all of the device's.
+        fixed_split: batch-invariant mode: sequences are split every so many tokens, a multiple of 64, whatever the
+            batch is, and a sequence's result is bitwise the same alone, in any batch and at any position, if plans are
+            made from the lengths that run, with one margin. None: splits follow from balance, which is faster.
+        max_step_tokens: needed with fixed_split: most tokens that a step's sequences have together, shared pages
+            counted each time, margins too. h_k · (max_num_seqs + max_step_tokens / fixed_split) rows of the plan and
+            its partial results are kept for them. A step of more is refused if its lengths are on the host; planned
+            on the device, its results are right, but not batch-invariant.
 
     Attributes:
         backend: "cute" or "reference", and ``backend_reason`` says why.
@@ -115,6 +122,8 @@ class DecodeRunner:
         kv_evict_first: bool = True,
         device: torch.device | str = "cuda",
         sm_count: int | None = None,
+        fixed_split: int | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
         self.num_heads = check_positive_int("num_heads", num_heads)
         self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
@@ -133,7 +142,10 @@ class DecodeRunner:
         self.q_mode = check_choice("q_mode", q_mode, ("bf16", "fp8"))
         self.kv_format = get_format(kv_format)
         self.v_format = self.kv_format if v_format is None else get_format(v_format, "v_format")
-        tuning = Tuning(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count)
+        tuning = Tuning(
+            ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count, fixed_split, max_step_tokens
+        )
+        self._max_step_tokens = max_step_tokens  # None without fixed splits
         self.device = _device(device)
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
@@ -209,6 +221,13 @@ class DecodeRunner:
                 f"{block_table.shape[1]}"
             )
         host_lens = None if seq_lens_host is None else host_lengths(seq_lens_host, num_seqs)
+        if host_lens is not None and self._max_step_tokens is not None:
+            tokens = int(host_lens.sum()) + margin * num_seqs
+            if tokens > self._max_step_tokens:
+                raise ValueError(
+                    f"seq_lens_host must have at most max_step_tokens = {self._max_step_tokens} tokens in all, margins "
+                    f"included, got {tokens}"
+                )
         if self._cute is not None:
             with torch.cuda.device(self.device):
                 self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
@@ -303,6 +322,7 @@ class DecodeRunner:
                 num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
                 kv_format=self.kv_format.name, v_format=self.v_format.name, k_block_scale=k_block_scale,
                 v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
+                one_by_one=self._max_step_tokens is not None,
             )  # fmt: skip
             return
         signature, launch = self._prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mjolnir.checks import check_choice, check_positive_int
+from mjolnir.plan import PLAN_TILE
 
 MAX_L2_PREFETCH = 1024
 """Tiles ahead; far more than L2 holds, and no overflow where the kernel counts tokens."""
@@ -25,12 +26,23 @@ class Tuning:
     l2_prefetch: int = 0
     kv_evict_first: bool = True
     sm_count: int | None = None
+    fixed_split: int | None = None
+    max_step_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ctas_per_sm", "max_splits", "kv_stages", "sm_count"):
+        for name in ("ctas_per_sm", "max_splits", "kv_stages", "sm_count", "fixed_split", "max_step_tokens"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         for name in ("pdl", "kv_evict_first"):
             check_choice(name, getattr(self, name), (True, False))
         if check_positive_int("l2_prefetch", self.l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
             raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {self.l2_prefetch}")
+        if (self.fixed_split is None) != (self.max_step_tokens is None):
+            raise ValueError(
+                "fixed_split and max_step_tokens must be given together, got "
+                f"{self.fixed_split} and {self.max_step_tokens}"
+            )
+        if self.fixed_split is not None and self.fixed_split % PLAN_TILE:
+            raise ValueError(f"fixed_split must be a multiple of {PLAN_TILE} tokens, got {self.fixed_split}")
+        if self.fixed_split is not None and self.max_splits is not None:
+            raise ValueError(f"fixed_split and max_splits exclude each other, got max_splits = {self.max_splits}")

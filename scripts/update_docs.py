@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mjolnir.bench.gates import Gate, fastest_peer, gates  # noqa: E402
+from mjolnir.bench.gates import Gate, counted, fastest_peer, gates  # noqa: E402
 from mjolnir.bench.results import Report, Row, geometric_mean  # noqa: E402
 
 RESULTS = Path("benchmarks/results/h200")
@@ -51,7 +51,7 @@ def decode_table(report: Report) -> str:
     common = {
         (row.heads_q, row.heads_kv, row.batch, row.q_len): row
         for row in report.rows
-        if (row.head_dim, row.page_size, row.layout, row.kv_format, row.data) == (128, 64, "NHD", "fp8", "normal")
+        if (row.head_dim, row.page_size, row.layout, row.kv_format) == (128, 64, "NHD", "fp8") and row in counted([row])
     }
     rows = [common[key] for key in SHOWN if key in common]
     peers = list(dict.fromkeys(name for row in rows for name in row.peers))
@@ -85,7 +85,9 @@ def decode_all_table(report: Report) -> str:
                 _batch(row),
                 str(row.head_dim),
                 f"{row.page_size} {row.layout}",
-                row.kv_format + ("" if row.data == "normal" else f", {row.data}"),
+                row.kv_format
+                + ("" if row.data == "normal" else f", {row.data}")
+                + (f", splits of {row.fixed_split}" if row.fixed_split else ""),
                 *_numbers(row),
                 _fastest(row),
                 f"{row.rel_err:.1e}",
@@ -103,6 +105,31 @@ def gates_table(report: Report) -> str:
         (
             [gate.what, str(gate.rows), "–" if gate.value is None else f"{gate.value:.3f}", _bound(gate)]
             for gate in gates(report.rows)
+        ),
+        _origin(report.header),
+    )
+
+
+def fixed_splits_table(report: Report) -> str:
+    """What batch-invariant results cost: rows with fixed splits beside the same shapes without."""
+    balanced = {row.name: row for row in report.rows if not row.fixed_split}
+    pairs = [
+        (row, other)
+        for row in report.rows
+        if row.fixed_split and (other := balanced.get(row.name.removesuffix(f"-split{row.fixed_split}"))) is not None
+    ]
+    return _table(
+        ("heads", "batch × length", "tokens per split", "balanced, µs", "fixed splits, µs", "cost"),
+        (
+            [
+                _heads(row),
+                _batch(row),
+                str(row.fixed_split),
+                f"{other.us:.1f}",
+                f"{row.us:.1f}",
+                f"{100 * (row.us / other.us - 1):+.0f} %",
+            ]
+            for row, other in pairs
         ),
         _origin(report.header),
     )
@@ -270,6 +297,7 @@ def write_table(record: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode": ("decode.json", decode_table),
     "decode-all": ("decode.json", decode_all_table),
+    "fixed-splits": ("decode.json", fixed_splits_table),
     "gates": ("decode.json", gates_table),
     "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
@@ -372,7 +400,7 @@ def _sm_spread(record: dict[str, Any]) -> float:
 
 
 def _ratios(report: Report) -> list[float]:
-    return [row.ratio for row in report.rows if row.data == "normal"]
+    return [row.ratio for row in counted(report.rows)]
 
 
 def _peer(row: Row, name: str) -> str:

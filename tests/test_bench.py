@@ -184,6 +184,7 @@ SMALL = [
     Shape(4, 2, "1x200+1x3+1x64", head_dim=64, page_size=16, layout="HND", q_len=3),
     Shape(8, 1, "2x70", head_dim=128, page_size=32, kv_format="bf16"),
     Shape(4, 2, "1x100", head_dim=64, page_size=64, data=HARD),
+    Shape(4, 2, "1x200+1x3", head_dim=64, page_size=16, fixed_split=64),
 ]
 
 
@@ -381,6 +382,7 @@ def test_a_run_measures_checks_and_reports(few_calls):
     assert (row.caches, row.replays) == (2, 2 * timing.MIN_REPLAYS)
     assert 0 < row.rel_err < 5e-3 and row.host_us > 0 and row.plan_us > 0
     assert (row.peers, row.peer_notes) == ({"slower": None}, {"slower": "one token only"})
+    assert outcome.rows[-1].fixed_split == 64 and outcome.rows[-1].peer_notes == {"slower": measure.NO_FIXED_SPLIT}
     first = outcome.rows[0]
     assert (first.peers, first.peer_notes) == ({"slower": 30}, {})
     assert 0 < first.peer_rel_err["slower"] < 5e-3
@@ -460,10 +462,10 @@ def test_the_reference_backend_is_not_benchmarked(two_caches):
 def example(**changes) -> Row:
     fields = dict(
         name="32/8-2x64-d128-p64-nhd-fp8-q1", heads_q=32, heads_kv=8, head_dim=128, page_size=64, layout="NHD",
-        kv_format="fp8", q_len=1, data="normal", batch="2x64", lens=[64, 64], us=5.0, us_p10=4.9, us_p90=5.2,
-        kv_bytes=262144, floor_us=0.057, target_us=4.059, ratio=1.2318, tb_s=0.0524, rel_err=1.7e-3,
-        rel_err_seqs=[0, 1], host_us=9.5, plan_us=40.0, caches=917, calls=917, replays=20, peers={"fa3": 11.8},
-        peer_rel_err={"fa3": 0.02}, peer_notes={},
+        kv_format="fp8", q_len=1, data="normal", fixed_split=0, batch="2x64", lens=[64, 64], us=5.0,
+        us_p10=4.9, us_p90=5.2, kv_bytes=262144, floor_us=0.057, target_us=4.059, ratio=1.2318, tb_s=0.0524,
+        rel_err=1.7e-3, rel_err_seqs=[0, 1], host_us=9.5, plan_us=40.0, caches=917, calls=917, replays=20,
+        peers={"fa3": 11.8}, peer_rel_err={"fa3": 0.02}, peer_notes={},
     )  # fmt: skip
     return Row(**(fields | changes))
 
@@ -520,6 +522,7 @@ def gate_rows():
         example(name="b", **slow, peers={"x": 5.0, "y": None}, peer_rel_err={"x": 0.02}, peer_notes={"y": "why"}),
         example(name="c", peers={}, peer_rel_err={}),
         example(name="d", us=50.0, us_p90=50.0, ratio=50 / 4.059, data="hard"),
+        example(name="e", us=50.0, us_p90=50.0, ratio=50 / 4.059, fixed_split=2048),
     ]  # fmt: skip
 
 
@@ -534,7 +537,7 @@ def test_gates_are_over_rows_of_normal_data_and_name_what_missed():
     assert lead.value == pytest.approx(math.sqrt(2 * 5.0 / 5.3), abs=1e-3)
     assert fastest_peer(gate_rows()[0]) == ("x", 8.118) and fastest_peer(gate_rows()[2]) is None
     assert all(gate.passed for gate in gates(gate_rows()[:1]))
-    assert [gate.passed for gate in gates(gate_rows()[2:3])] == [False, False, None, None]
+    assert [gate.passed for gate in gates(gate_rows()[2:])] == [False, False, None, None]
     lines = report.summary(gate_rows())
     assert lines[1].startswith("MISSED us / target, worst row over 3 rows: 1.306 (limit 1.15), 2 rows: b, c")
     stored = json.loads(Report({}, {}, 4.6, gate_rows(), [], [], 1.0).to_json())["gates"]
@@ -723,6 +726,7 @@ def checkout(tmp_path, update_docs):
             peer_notes={"fa3": "why"},
         ),
         example(name="hard", data="hard", ratio=2.464, us=10.0, us_p90=10.0),
+        example(name="hnd-split2048", fixed_split=2048, ratio=2.464, us=10.0, us_p90=10.0),
     ]
     header = {"commit": "0123456789abcdef", "device": "H200", "driver": "580", "date": "2026-01-02T03:04:05+00:00"}
     (results / "decode.json").write_text(Report(header, {}, 4.6, rows, [], [], 2.0).to_json(), encoding="utf-8")
@@ -738,6 +742,10 @@ def checkout(tmp_path, update_docs):
     return tmp_path
 
 
+def every_split(update_docs, checkout):
+    return update_docs.update("<!-- table: fixed-splits --><!-- /table -->", checkout / update_docs.RESULTS)
+
+
 def test_update_docs(update_docs, checkout, capsys):
     root = ["--root", str(checkout)]
     assert update_docs.main(["--check", *root]) == 1
@@ -751,8 +759,9 @@ def test_update_docs(update_docs, checkout, capsys):
     assert "H200, driver 580, commit 012345678, 2026-01-02" in readme
     assert "old" not in readme and readme.count("| 32/8 |") == 2, "NHD and normal data only"
     assert "<!-- table: bandwidth -->\n\nnot measured yet\n\n<!-- /table -->" in readme
-    assert "worst <!-- num: decode.worst -->1.23<!-- /num --> of <!-- num: decode.rows -->4<!-- /num -->" in readme
+    assert "worst <!-- num: decode.worst -->1.23<!-- /num --> of <!-- num: decode.rows -->5<!-- /num -->" in readme
     assert "<!-- table: verify -->\n\nnot measured yet\n\n<!-- /table -->" in readme
+    assert "| 32/8 | 2 × 64 | 2048 | 5.0 | 10.0 | +100 % |" in every_split(update_docs, checkout)
     every = (checkout / "docs" / "all.md").read_text(encoding="utf-8")
     assert "| 64 NHD | fp8, hard |" in every and "| 7.2 xqa | 1.7e-03 |" in every
     assert update_docs.main(["--check", *root]) == 0, "the same again"

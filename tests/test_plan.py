@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import math
 import random
 from collections.abc import Sequence
 
@@ -26,6 +28,7 @@ from mjolnir.plan import (
     SHORT_TILES,
     PlanShape,
     build_plan,
+    fixed_rows,
 )
 
 INT32_MAX = 2**31 - 1
@@ -241,6 +244,75 @@ def test_splits_know_their_rows_and_have_slots_of_their_own(case):
         for i, piece in enumerate(splits):
             assert (piece.first_row, piece.last_row) == (first, last)
             assert piece.slot == (2 * first + 1 if i == 0 else 2 * (first + i))
+
+
+# Fixed splits
+
+
+@st.composite
+def fixed_cases(draw: st.DrawFn) -> tuple[list[int], PlanShape, int]:
+    """(lengths, shape, margin) whose rows suffice, sometimes exactly."""
+    lens = draw(LENGTHS)
+    heads = draw(st.integers(1, max(1, min(8, 4096 // max(1, len(lens))))))
+    margin = draw(st.sampled_from([0, 1, 63, 64, 1000]))
+    tiles = draw(st.sampled_from([1, 2, 5, 32])) if max(lens, default=0) < 10_000 else draw(st.sampled_from([32, 64]))
+    tokens = sum(lens) + margin * len(lens) + draw(st.sampled_from([0, 0, 1, 10_000]))
+    rows = fixed_rows(len(lens) + draw(st.integers(0, 2)), tokens, tiles * PLAN_TILE, heads)
+    return lens, PlanShape(draw(st.integers(1, 300)), heads, fixed_tiles=tiles, fixed_rows=rows), margin
+
+
+def splits_of(lens: Sequence[int], shape: PlanShape, margin: int = 0) -> dict:
+    """Per item, the tokens of its splits; its rows follow each other, and each is that split alone."""
+    plan = build_plan(lens, shape, margin)
+    pieces = walk(plan, lens, shape.num_kv_heads)
+    assert len({piece.row for piece in pieces}) == len(pieces) == plan[0, 0]
+    items = by_item(pieces)
+    for splits in items.values():
+        rows = [piece.row for piece in splits]
+        assert rows == list(range(rows[0], rows[0] + len(rows)))
+        if len(splits) > 1:
+            assert all((piece.first_row, piece.last_row) == (rows[0], rows[-1]) for piece in splits)
+            assert [piece.slot for piece in splits] == [2 * rows[0] + 1, *(2 * row for row in rows[1:])]
+    return {item: [(piece.begin, piece.end, piece.to_the_end) for piece in splits] for item, splits in items.items()}
+
+
+@given(fixed_cases(), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_fixed_splits_of_a_sequence_follow_from_it_alone(case, rng):
+    lens, shape, margin = case
+    together = splits_of(lens, shape, margin)
+    assert together.keys() == {(seq, head) for seq in range(len(lens)) for head in range(shape.num_kv_heads)}
+    split = shape.fixed_tiles * PLAN_TILE
+    for (seq, _), splits in together.items():
+        count = max(1, math.ceil((lens[seq] + margin) / split))
+        ends = [min((i + 1) * split, lens[seq]) for i in range(count - 1)] + [lens[seq]]
+        assert splits == [(i * split, end, i == count - 1) for i, end in enumerate(ends)]
+    order = list(range(len(lens)))
+    rng.shuffle(order)
+    shuffled = splits_of([lens[seq] for seq in order], shape, margin)
+    assert all(shuffled[place, head] == together[seq, head] for place, seq in enumerate(order)
+               for head in range(shape.num_kv_heads))  # fmt: skip
+    if lens:
+        seq = rng.randrange(len(lens))
+        alone = splits_of([lens[seq]], PlanShape(7, shape.num_kv_heads, fixed_tiles=shape.fixed_tiles,
+                          fixed_rows=fixed_rows(1, lens[seq] + margin, split, shape.num_kv_heads)), margin)  # fmt: skip
+        assert alone[0, 0] == together[seq, 0]
+
+
+@given(fixed_cases(), st.integers(0, 40))
+@settings(max_examples=60)
+def test_what_fixed_rows_do_not_hold_is_still_covered_once(case, rows):
+    lens, shape, margin = case
+    shape = dataclasses.replace(shape, num_ctas=1 + rows // 4, fixed_rows=rows)
+    plan = build_plan(lens, shape, margin)
+    assert len(plan) - 1 == shape.num_rows >= plan[0, 0]
+    items = by_item(walk(plan, lens, shape.num_kv_heads))
+    assert items.keys() == {(seq, head) for seq in range(len(lens)) for head in range(shape.num_kv_heads)}
+    for (seq, _), splits in items.items():
+        assert splits[0].begin == 0 and splits[-1].end == lens[seq] and splits[-1].to_the_end
+        for piece, following in zip(splits, splits[1:], strict=False):
+            assert following.row == piece.row + 1 and piece.end == min(following.begin, lens[seq])
+        assert all((s.first_row, s.last_row) == (splits[0].row, splits[-1].row) for s in splits if len(splits) > 1)
 
 
 def test_extreme_sizes_fit_int32():

@@ -38,6 +38,10 @@ CASES = [
     ([3000, 10, 70000, 0, 5], PlanShape(264, 4, 2), 0),
     ([3000, 10, 70000, 0, 5], PlanShape(17, 4, 5), 3),
     ([70000] * 40, PlanShape(40, 4, 1), 0),
+    ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=100), 0),
+    ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=100), 300),
+    ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=40), 0),  # too few rows
+    ([], PlanShape(4, 2, fixed_tiles=4, fixed_rows=40), 0),
 ]
 
 
@@ -68,6 +72,9 @@ def random_cases(count: int, seed: int) -> list[tuple[list[int], PlanShape, int]
         scale = int(2 ** rng.uniform(0, 18))
         lens = rng.integers(0, scale + 1, size=int(2 ** rng.uniform(0, 7))).tolist()
         shape = PlanShape(int(rng.integers(1, 300)), int(rng.integers(1, 9)), rng.choice([None, None, None, 1, 2, 7]))
+        if rng.integers(0, 4) == 0:
+            tiles, rows = int(rng.integers(1, 40)), int(rng.integers(1, 500))
+            shape = PlanShape(shape.num_ctas // 4 + 1, shape.num_kv_heads, fixed_tiles=tiles, fixed_rows=rows)
         cases.append((lens, shape, int(rng.integers(0, 3)) * int(rng.integers(0, 200))))
     return cases
 
@@ -93,8 +100,10 @@ def test_equals_the_host_s_plan_under_the_interpreter():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("num_seqs, max_splits", [(256, 0), (1024, 0), (1024, 1), (1024, 4)])
-def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int) -> None:
+@pytest.mark.parametrize(
+    "num_seqs, max_splits, fixed_tiles", [(256, 0, 0), (1024, 0, 0), (1024, 1, 0), (1024, 4, 0), (1024, 0, 32)]
+)
+def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int, fixed_tiles: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -107,6 +116,7 @@ def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int) -> N
         "NUM_ROWS": PlanShape(264, 8).num_rows,
         "HEADS": 8,
         "MAX_SPLITS": max_splits,
+        "FIXED_TILES": fixed_tiles,
         "BLOCK_SEQS": num_seqs,
         "BLOCK_ROWS": plan_kernel.ROWS_PER_PROGRAM,
     }

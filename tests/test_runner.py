@@ -499,6 +499,8 @@ CHOICES: list[dict[str, Any]] = [
     {"l2_prefetch": 4},
     {"pdl": False},
     {"kv_evict_first": False},
+    {"fixed_split": 64, "max_step_tokens": 7000},
+    {"fixed_split": 1024, "max_step_tokens": 7000, "sm_count": 3},
 ]
 
 

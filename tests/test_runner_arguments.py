@@ -87,6 +87,15 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
         ({"sm_count": -1}, ValueError, "sm_count must be at least 1, got -1"),
         ({"l2_prefetch": -1}, ValueError, "l2_prefetch must be at least 0, got -1"),
         ({"l2_prefetch": 1025}, ValueError, "l2_prefetch must be at most 1024, got 1025"),
+        ({"fixed_split": 0, "max_step_tokens": 1}, ValueError, "fixed_split must be at least 1, got 0"),
+        ({"fixed_split": 96, "max_step_tokens": 1}, ValueError, "fixed_split must be a multiple of 64 tokens, got 96"),
+        ({"fixed_split": 64}, ValueError, "fixed_split and max_step_tokens must be given together, got 64 and None"),
+        ({"max_step_tokens": 64}, ValueError, "fixed_split and max_step_tokens must be .* together, got None and 64"),
+        (
+            {"fixed_split": 64, "max_step_tokens": 64, "max_splits": 2},
+            ValueError,
+            "fixed_split and max_splits exclude each other, got max_splits = 2",
+        ),
         ({"l2_prefetch": 1.5}, TypeError, "l2_prefetch must be an integer, got 1.5"),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 
 from mjolnir.compiler import kernel_cache
 from mjolnir.kernels.geometry import UNSET, Geometry
-from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
+from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
 from mjolnir.variant import Variant, rows_class
@@ -69,6 +69,14 @@ def kernel_variant(
     )
 
 
+def plan_shape(tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool) -> PlanShape:
+    """The fixed sizes of a plan, from a runner's arguments."""
+    if tuning.fixed_split is None or tuning.max_step_tokens is None:
+        return PlanShape(num_ctas, num_kv_heads, tuning.max_splits, pairs)
+    rows = fixed_rows(max_num_seqs, tuning.max_step_tokens, tuning.fixed_split, num_kv_heads)
+    return PlanShape(num_ctas, num_kv_heads, fixed_tiles=tuning.fixed_split // PLAN_TILE, fixed_rows=rows)
+
+
 class CuteBackend:
     """Owns what one runner keeps on its device, which must be the current one of a caller."""
 
@@ -92,7 +100,7 @@ class CuteBackend:
         if buffer is None:
             geometry = Geometry.of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
-            shape = PlanShape(num_ctas, self.shape.num_kv_heads, self.tuning.max_splits, geometry.halves == 2)
+            shape = plan_shape(self.tuning, num_ctas, self.shape.num_kv_heads, self.max_num_seqs, geometry.halves == 2)
             buffer = PlanBuffer.make(shape, self.device)
             if geometry.rows not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.

@@ -50,12 +50,14 @@ def decode(
     q_mul: torch.Tensor | None = None,
     o_mul: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    one_by_one: bool = False,
 ) -> None:
     """Write O, and LSE if asked for, of the first num_seqs · q_len tokens; later rows are left as they are.
 
     The semantics are those of ``mjolnir.reference.decode_attention_oracle``. Differences in the arguments: query and
     out may also be (tokens, num_heads · head_size); out and lse are written in place, whatever their strides and
-    float dtype; every tensor may have more rows than num_seqs asks for.
+    float dtype; every tensor may have more rows than num_seqs asks for. With one_by_one no sequence shares a product
+    with another, so that its result does not depend on them.
 
     Raises:
         ValueError: a live block-table entry names no page, a sequence has more pages than the block table, or a
@@ -81,7 +83,7 @@ def decode(
     waiting = torch.argsort(seq_lens, descending=True)
     while len(waiting):
         pages = -(-int(seq_lens[waiting[0]]) // page_size)
-        seqs, waiting = waiting.tensor_split([max(1, budget // max(1, pages))])
+        seqs, waiting = waiting.tensor_split([1 if one_by_one else max(1, budget // max(1, pages))])
         score_factor = torch.ldexp(k_descale[seqs][:, None, :, None, None], q_exponent[seqs])
         done = _nothing(q[seqs])
         for first in range(0, pages, budget):

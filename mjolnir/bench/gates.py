@@ -48,12 +48,12 @@ def fastest_peer(row: Row) -> tuple[str, float] | None:
 
 
 def counted(rows: Sequence[Row]) -> list[Row]:
-    """The rows that bounds are over: normal data."""
-    return [row for row in rows if row.data == "normal"]
+    """The rows that bounds are over: normal data, splits that follow from balance."""
+    return [row for row in rows if row.data == "normal" and not row.fixed_split]
 
 
 def gates(rows: Sequence[Row]) -> list[Gate]:
-    """The four bounds over the rows of normal data."""
+    """The four bounds, over the rows that count."""
     rows = counted(rows)
     ratios = {row.name: row.ratio for row in rows}
     leads = {row.name: fastest[1] / row.us for row in rows if (fastest := fastest_peer(row)) is not None}

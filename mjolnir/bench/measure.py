@@ -21,6 +21,8 @@ MAX_REL_ERR = 5e-3
 """A row of ours above it is a failure, not a time: rounding O to bf16 alone makes about 1.7e-3."""
 
 
+NO_FIXED_SPLIT = "peers are not timed beside batch-invariant rows"
+
 MAX_NOTE = 600
 """Characters of a peer's error."""
 
@@ -141,7 +143,10 @@ def _measure_ours(ours: Mjolnir, case: Case, peers: Sequence[Peer], repeat: int)
 def _with_peer(row: Row, peer: Peer, case: Case, repeat: int) -> Row:
     """The row with a peer's time, or with the reason why there is none."""
     us, rel_err, notes = dict(row.peers), dict(row.peer_rel_err), dict(row.peer_notes)
-    reason = "no caches below 8 bits" if case.shape.low_bit else peer.refuses(case.shape)
+    if case.shape.fixed_split:
+        reason: str | None = NO_FIXED_SPLIT
+    else:
+        reason = "no caches below 8 bits" if case.shape.low_bit else peer.refuses(case.shape)
     if reason is None:
         try:
             measured = measure(peer.prepare(case), case, repeat, timing.PEER_MEASURED_MS, timing.PEER_MIN_REPLAYS)
@@ -167,6 +172,7 @@ def _row(case: Case, measured: Measurement, host: HostTimes) -> Row:
         kv_format=shape.kv_format,
         q_len=shape.q_len,
         data=shape.data,
+        fixed_split=shape.fixed_split,
         batch=shape.batch,
         lens=list(shape.lens),
         us=round(measured.us.median, 3),

@@ -62,6 +62,8 @@ class Mjolnir:
             max_q_len=shape.q_len,
             kv_format=shape.kv_format,
             device=case.device,
+            fixed_split=shape.fixed_split or None,
+            max_step_tokens=sum(shape.lens) if shape.fixed_split else None,
             **self.knobs.as_arguments(),
         )
         if self.require_kernels and runner.backend != CUTE:

@@ -75,7 +75,7 @@ def _table(rows: Sequence[Row]) -> Table:
             row.batch,
             str(row.head_dim),
             f"{row.page_size} {row.layout}",
-            row.kv_format + " hard" * (row.data != NORMAL),
+            row.kv_format + " hard" * (row.data != NORMAL) + (f" split {row.fixed_split}" if row.fixed_split else ""),
             str(row.q_len),
             f"{row.floor_us:.1f}",
             f"{row.target_us:.1f}",

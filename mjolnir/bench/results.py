@@ -21,6 +21,7 @@ METHOD = (
     "time of an eager run(); plan_us: of a plan() from host lengths. peers: us of other kernels over the same caches, "
     "by the same method (half the replays) in the same run, after ours; null where there is none, and peer_notes says "
     "why. Where a peer takes Q in fp8, rounding it is not timed. peer_rel_err: their rel_err, on which no time depends."
+    " fixed_split: tokens per split in batch-invariant mode, 0 where splits follow from balance."
 )
 
 
@@ -41,6 +42,7 @@ class Row:
     kv_format: str
     q_len: int
     data: str
+    fixed_split: int
     batch: str
     lens: list[int]
     us: float

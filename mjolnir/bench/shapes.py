@@ -32,7 +32,8 @@ that the running maximum keeps growing. Q is normal in both."""
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A decode step of one layer. ``batch`` says the lengths: "16x8K", "1x128K+63x1K", or "32mixed"."""
+    """A decode step of one layer. ``batch`` says the lengths: "16x8K", "1x128K+63x1K", or "32mixed"; ``fixed_split``
+    asks for batch-invariant results, by splits of so many tokens, 0 for none."""
 
     heads_q: int
     heads_kv: int
@@ -43,13 +44,16 @@ class Shape:
     kv_format: str = "fp8"
     q_len: int = 1
     data: str = NORMAL
+    fixed_split: int = 0
 
     @property
     def name(self) -> str:
         """Unique per shape; ``--shape`` patterns match it."""
         return (
             f"{self.heads_q}/{self.heads_kv}-{self.batch}-d{self.head_dim}-p{self.page_size}-{self.layout.lower()}"
-            f"-{self.kv_format}-q{self.q_len}" + "-hard" * (self.data == HARD)
+            f"-{self.kv_format}-q{self.q_len}"
+            + "-hard" * (self.data == HARD)
+            + (f"-split{self.fixed_split}" if self.fixed_split else "")
         )
 
     @property

@@ -91,6 +91,7 @@ def full() -> Iterator[Shape]:
     # Groups 5, 6, 7, 12 and 16, each with the heads of a model that is in use.
     yield from shapes("40/8 48/8 28/4 96/8 64/4", "1x8K 16x8K 64x8K")
     yield from core()
+    yield from shapes("32/8", "1x8K 1x128K 16x8K 64x8K 32mixed", fixed_split=2048)  # what batch invariance costs
 
 
 SUITES = {"quick": quick, "core": core, "full": full, "lowbit": low_bit}

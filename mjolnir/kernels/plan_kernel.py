@@ -85,6 +85,7 @@ def _build_plan(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # 0: no cap
+    FIXED_TILES: tl.constexpr,  # 0: cuts follow from balance
     BLOCK_SEQS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
@@ -98,7 +99,9 @@ def _build_plan(
     # aligned_share
     aligned = tl.zeros_like(longest)
     paired = tl.zeros_like(longest)
-    if MAX_SPLITS == 0:
+    if FIXED_TILES > 0:
+        aligned += FIXED_TILES
+    elif MAX_SPLITS == 0:
         equal = (tl.sum(tiles, 0) * HEADS + (NUM_CTAS - 1)) // NUM_CTAS
         short = tl.where(2 * longest > SINGLE_TILES, SHORT_1, SHORT_0)
         single = _aligned(tiles, equal, short, 1, HEADS, NUM_CTAS)
@@ -135,6 +138,7 @@ def _build_plan(
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     begin = tl.minimum(_row_start(row, share_0, share_1, start_1, row_1), total)
     end = tl.minimum(_row_start(row + 1, share_0, share_1, start_1, row_1), total)
+    end = tl.where(row == NUM_ROWS - 1, total, end)
     seq_b, head_b, tile_b, item_b, _ = _cut(
         begin, total, index, live, starts, length, num_seqs, cost, HEADS, MAX_SPLITS
     )
@@ -145,7 +149,7 @@ def _build_plan(
     last_row = tl.zeros_like(row)
     if MAX_SPLITS != 1:
         first_row = _row_of(item_b + cost, share_0, share_1, start_1, row_1)
-        last_row = _row_of(item_e + length_e - 1, share_0, share_1, start_1, row_1)
+        last_row = tl.minimum(_row_of(item_e + length_e - 1, share_0, share_1, start_1, row_1), NUM_ROWS - 1)
 
     mask = row < NUM_ROWS
     at = plan_rows + (row + 1) * COLUMNS
@@ -161,8 +165,10 @@ def _build_plan(
     tl.store(counters + 2 * row + 1, tl.zeros_like(row).to(tl.int32), mask=mask)
     if tl.program_id(0) == 0:
         rows_in_use = tl.where(total > 0, _row_of(total - 1, share_0, share_1, start_1, row_1) + 1, 0)
+        rows_in_use = tl.minimum(rows_in_use, NUM_ROWS)
         column = tl.arange(0, COLUMNS)
-        mode = tl.where(paired > 0, PAIRED, tl.where(aligned > 0, WAIT, ARRIVE))
+        # Fixed splits may be more than CTAs; and however many they are, the order of an item's sum is one.
+        mode = tl.where(paired > 0, PAIRED, tl.where((aligned > 0) & (FIXED_TILES == 0), WAIT, ARRIVE))
         header = tl.where(column == 0, rows_in_use, tl.where(column == 2, mode, 0))
         tl.store(plan_rows + column, header.to(tl.int32))
 
@@ -193,6 +199,7 @@ def build_plan_on_device(
         HEADS=shape.num_kv_heads,
         PAIRS=shape.pairs,
         MAX_SPLITS=shape.max_splits or 0,
+        FIXED_TILES=shape.fixed_tiles,
         BLOCK_SEQS=block_seqs,
         BLOCK_ROWS=block_rows,
     )
