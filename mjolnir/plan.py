@@ -138,7 +138,9 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         # Tile k of an item lies at item_start + cost + k, and belongs to the row it lies in.
         item_start = position - offset
         plan[1:, 6] = _row_of(segments, item_start + cost)[:-1]
-        plan[1:, 7] = np.minimum(_row_of(segments, item_start + item_length - 1)[1:], shape.num_rows - 1)
+        plan[1:, 7] = _row_of(segments, item_start + item_length - 1)[1:]
+        if shape.fixed_tiles:
+            np.minimum(plan[1:, 7], shape.num_rows - 1, out=plan[1:, 7])
     for column, values in enumerate((seq, head, tile)):
         plan[1:, column] = values[:-1]
         plan[1:, 3 + column] = values[1:]

@@ -24,7 +24,7 @@ from plan_walk import Item, Piece, by_item, walk
 import mjolnir
 from mjolnir.kernels import geometry
 from mjolnir.kernels.geometry import BIG_TEAM, BIG_TEAM_ABOVE, LOADS_IN_FLIGHT, ONE_STEP_SPLITS, TEAM
-from mjolnir.plan import PLAN_TILE, PlanShape, build_plan
+from mjolnir.plan import PLAN_TILE, PlanShape, build_plan, fixed_rows
 
 MULT = 0.5  # of every row: base-2 score per unit of raw S
 
@@ -241,3 +241,30 @@ def test_items_of_any_sizes_that_share_rows(items, rng):
 @settings(max_examples=60, deadline=None)
 def test_items_of_a_plan(lens, heads, num_ctas, max_splits, rng):
     check_merge(build_plan(lens, PlanShape(num_ctas, heads, max_splits)), lens, heads, rng)
+
+
+@given(
+    st.lists(st.sampled_from([0, 10, 129, 5_000, 60_000, 130_000, 400_000]), min_size=1, max_size=5),
+    st.sampled_from([2, 16, 64]),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=30, deadline=None)
+def test_with_fixed_splits_an_item_s_sums_follow_from_it_alone(lens, tiles, rng):
+    """Equal partial results give equal bits, alone and in a batch: order and grouping come from the item's splits."""
+
+    def merged(seqs: Sequence[int], num_ctas: int) -> list[Part | None]:
+        step = [lens[seq] for seq in seqs]
+        rows = fixed_rows(len(step), sum(step), tiles * PLAN_TILE, 1)
+        plan = build_plan(step, PlanShape(num_ctas, 1, fixed_tiles=tiles, fixed_rows=rows))
+        calls = collections.defaultdict(list)
+        for (place, _), splits in by_item(walk(plan, step, 1)).items():
+            values = np.random.default_rng(seqs[place])
+            for piece in splits if len(splits) > 1 else ():
+                calls[piece.row].append((piece, make_part(values)))
+        results = run_rows(calls, len(plan) - 1, rng) if calls else {}
+        return [results.get((place, 0)) for place in range(len(seqs))]
+
+    together = merged(range(len(lens)), rng.randint(1, 50))
+    assert [merged([seq], rng.randint(1, 50))[0] for seq in range(len(lens))] == together
+    backwards = merged(range(len(lens))[::-1], 3)
+    assert backwards[::-1] == together
