@@ -149,7 +149,9 @@ def _build_plan(
     last_row = tl.zeros_like(row)
     if MAX_SPLITS != 1:
         first_row = _row_of(item_b + cost, share_0, share_1, start_1, row_1)
-        last_row = tl.minimum(_row_of(item_e + length_e - 1, share_0, share_1, start_1, row_1), NUM_ROWS - 1)
+        last_row = _row_of(item_e + length_e - 1, share_0, share_1, start_1, row_1)
+    if FIXED_TILES > 0:
+        last_row = tl.minimum(last_row, NUM_ROWS - 1)
 
     mask = row < NUM_ROWS
     at = plan_rows + (row + 1) * COLUMNS
