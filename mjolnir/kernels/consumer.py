@@ -30,7 +30,7 @@ class Consumer:
         self.mailbox = Mailbox(geo)
 
     @cute.jit
-    def run(self, args, smem, half, warp, lane):
+    def run(self, args, smem, warp, lane):
         """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
         geo = self.geo
         g, t = lane // 4, lane % 4
@@ -82,7 +82,7 @@ class Consumer:
                     work = self.mailbox.read(smem, turn)
                     mode = self.mailbox.mode(smem, turn)
                     paired = Int32(mode == PAIRED) if cutlass.const_expr(geo.halves == 2) else Int32(0)
-                    merge = SplitMerge(self.variant, geo, args, smem, half, seq, head, paired)
+                    merge = SplitMerge(self.variant, geo, args, smem, seq, head, paired)
                     merge.share(state, mult, kv_group, row0)
                     merge.conclude(
                         work.row,
@@ -91,7 +91,7 @@ class Consumer:
                         Int32(mode != ARRIVE),
                     )
                 else:
-                    epilogue = Epilogue(self.variant, geo, args, smem, half, seq, head, Int32(0))
+                    epilogue = Epilogue(self.variant, geo, args, smem, seq, head, Int32(0))
                     epilogue.share(state, mult, kv_group, row0)
                     epilogue.write()
             self.mailbox.free(smem, lane, turn)

@@ -205,4 +205,4 @@ class DecodeKernel:
         else:
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
-            self.consumer.run(args, smem, half, warp, lane)
+            self.consumer.run(args, smem, warp, lane)

@@ -57,7 +57,6 @@ class Epilogue:
         geo: Geometry,
         args: DecodeArgs,
         smem: Any,
-        half: Any,
         seq: Any,
         head: Any,
         paired: Any,
@@ -70,7 +69,8 @@ class Epilogue:
         self.flag = smem + geo.flag_offset
         self.live_rows = args.q_len * args.group
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
-        thread = ptx.thread_index() - half * geo.threads
+        half = ptx.thread_index() // geo.threads
+        thread = ptx.thread_index() % geo.threads
         self.is_first, self.lane = thread == 0, thread % WARP
         # The halves of a pair are one: twice the threads, and all of their warps to merge.
         self.paired, self.halves = paired, 1 + paired

@@ -113,7 +113,9 @@ class SplitMerge(Epilogue):
         the others, and then is the last."""
         in_team = level == 0
         count = (members if in_team else teams) - waits
-        first = (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + self.halves) + 1
+        first = (
+            (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + self.halves) + 1
+        )
         stride = 2 * self.halves if in_team else 2 * self.halves * team_size
         second = 2 * leader + stride if in_team else 2 * begin_row + stride + 1
         lone = teams - 1 if level == 1 and waits == 0 and alone == 1 else Int32(-1)
@@ -123,14 +125,14 @@ class SplitMerge(Epilogue):
     def add_slots(self, state, slots, first, row, mult):
         """Add LOADS_IN_FLIGHT slots of a level, read in one round trip, as often as it takes until all are there; then
         empty them. Past the end the last slot is read again, and weighs nothing."""
-        at = [slot_of(slots, first + j) for j in range(LOADS_IN_FLIGHT)]
         parts = cute.make_rmem_tensor((6 * LOADS_IN_FLIGHT,), Float32)
         missing = Int32(1)
         while missing == 1:
             missing = Int32(0)
             for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                m, l = ptx.ld_relaxed_f32x2(self.stats_address(at[j], row))
-                o = ptx.ld_relaxed_f32x4(self.values_address(at[j], row))
+                slot = slot_of(slots, first + j)
+                m, l = ptx.ld_relaxed_f32x2(self.stats_address(slot, row))
+                o = ptx.ld_relaxed_f32x4(self.values_address(slot, row))
                 parts[6 * j], parts[6 * j + 1] = m, l
                 for e in cutlass.range_constexpr(4):
                     parts[6 * j + 2 + e] = o[e]
@@ -145,7 +147,7 @@ class SplitMerge(Epilogue):
         nothing = [ptx.int_as_float(Int32(UNSET))] * 4
         for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if first + j < slots[0]:
-                ptx.st_relaxed_f32x4(self.values_address(at[j], row), nothing)
+                ptx.st_relaxed_f32x4(self.values_address(slot_of(slots, first + j), row), nothing)
 
     def values_address(self, slot: Any, row: Any) -> Any:
         """This thread's elements of O, of a row of a partial result."""
