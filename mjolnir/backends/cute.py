@@ -236,5 +236,6 @@ class Launch:
     ) -> None:
         self.kernel(
             q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
-            k_block_scale, v_block_scale, block_table_stride, seq_rows, max_len, softmax_scale, *self.layout, self.grid, stream,
+            k_block_scale, v_block_scale, block_table_stride, seq_rows, max_len, softmax_scale, *self.layout,
+            self.grid, stream,
         )  # fmt: skip

@@ -28,8 +28,8 @@ LOADS_IN_FLIGHT = 8
 cold, cost more than the trips it saved."""
 
 LOG2_TEAM = ((16, 4), (64, 3), (256, 4), (1 << 30, 5))
-"""(up to so many splits, log2 of a team's members): more than 16 splits are merged in two steps, by teams of neighbours,
-which take about as many round trips each."""
+"""(up to so many splits, log2 of a team's members): more than 16 splits are merged in two steps, by teams of neighbours
+first. The two steps take about as many round trips."""
 
 UNSET = -1
 """The bits of an empty slot's words: a NaN, but not the one that arithmetic makes, 0x7fffffff."""

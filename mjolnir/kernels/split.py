@@ -1,14 +1,16 @@
 """The end of a piece that may be one of many splits of an item.
 
-A partial result is, per q row, O, m and l (see softmax.py). Split i of an item that row b of the plan begins is the first
-piece of row b + i, and lies in slot 2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. Many splits
-are merged in two steps: by teams of neighbours, then the teams' results. A team leaves its result in a slot that nobody
-else uses: the second one of a row that lies wholly inside the item.
+A partial result is, per q row, O, m and l (see softmax.py). Split i of an item that row b of the plan begins is the
+first piece of row b + i, and lies in slot 2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. In a
+paired plan the same holds of every second row. Many splits are merged in two steps: by teams of neighbours, then the
+teams' results. A team leaves its result in a slot that nobody else uses: the second one of a row that lies wholly
+inside the item.
 
-Who merges? Where all rows run at once (``waits``), the last row of a team or item: it keeps its own result, and reads the
-others' until they are there. An empty slot holds UNSET, which no arithmetic makes; whoever has read a slot empties it.
-That takes one way through L2. Elsewhere nobody may wait for a row that may not have begun: rows arrive at a counter, at
-the price of a fence and an atomic, and whichever is the last merges. Either way the order of the sum is fixed.
+Who merges? In plans of mode WAIT and PAIRED all rows run at once, and the last row of a team or item waits: it keeps
+its own result, and reads the others' slots until they are filled. An empty slot holds UNSET, which no arithmetic makes;
+whoever has read a slot empties it. That takes one way through L2. A row waits only for lower ones, whose CTAs a GPU
+starts first, so it never waits for one that cannot begin. In mode ARRIVE rows count themselves at the end of a piece,
+at the price of a fence and an atomic, and whichever is the last merges. The order of a sum depends on neither.
 """
 
 from __future__ import annotations
