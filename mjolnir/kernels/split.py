@@ -99,7 +99,9 @@ class SplitMerge(Epilogue):
                 self.finish_row(row, state, mult, v_factor)
             else:
                 ptx.st_relaxed_f32x4(self.values_address(target, row), [state[2 + e] for e in range(4)])
-                ptx.st_relaxed_f32x2(self.stats_address(target, row), state[0], state[1])
+                # Once: a second warp's (d = 256) might come after the reader has emptied the slot.
+                if self.element == 0:
+                    ptx.st_relaxed_f32x2(self.stats_address(target, row), state[0], state[1])
         self.sync()
         # A row's m and l were read by all of its threads, which are past that now.
         unset = ptx.int_as_float(Int32(UNSET))
