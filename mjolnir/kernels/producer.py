@@ -11,8 +11,18 @@ from cutlass import Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales
 from mjolnir.kernels.geometry import WARP, Geometry
-from mjolnir.kernels.work import Mailbox, Work, first_stage, item_of, load_row, num_tiles, row_address, span_of
-from mjolnir.plan import PAIRED, PLAN_COLUMNS, PLAN_TILE
+from mjolnir.kernels.work import (
+    Mailbox,
+    Work,
+    first_stage,
+    item_of,
+    load_row,
+    num_tiles,
+    row_address,
+    span_of,
+    two_by_two,
+)
+from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
 
 
@@ -67,20 +77,17 @@ class Producer:
         if cutlass.const_expr(geo.v.panel_bytes != geo.k.panel_bytes):
             panel_bytes = Int32(geo.v.panel_bytes) if is_v == 1 else panel_bytes
         box = smem + is_v * (geo.tile * geo.k.row_bytes) + (panel * geo.tile + box_row) * panel_bytes
-        # Few rows go to as many SMs; else the halves of a CTA take neighbours, so that a row, which may wait for lower
-        # ones, waits for no CTA after its own.
         grid = cute.arch.grid_dim()[0]
-        pair = cta * geo.halves + half
+        alone, pair = cta + half * grid, cta * geo.halves + half
         guess_item, guess_tile, guess_len, guess_page = Int32(-1), Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.variant.pdl):
             # The plan of the layer before is most likely this one's: guess the first row from it, so that the row, the
             # length and the page that it names are read together, and not one after the other (0.5 us).
             guess_rows, _, guess_mode, _ = ptx.ld_relaxed_b32x4(args.plan)
-            guess_seq, guess_head, guess_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, pair))
-            if cutlass.const_expr(geo.halves == 2):
-                alone_seq, alone_head, alone_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, cta))
-                if guess_rows <= grid and guess_mode != PAIRED:
-                    guess_seq, guess_head, guess_tile = alone_seq, alone_head, alone_tile
+            guess_seq, guess_head, guess_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, alone))
+            pair_seq, pair_head, pair_tile, _ = ptx.ld_relaxed_b32x4(row_address(args, pair))
+            if two_by_two(guess_mode, guess_rows, grid):
+                guess_seq, guess_head, guess_tile = pair_seq, pair_head, pair_tile
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
             if guess_seq < args.seq_rows:
@@ -88,17 +95,16 @@ class Producer:
                 guess_len = ptx.ldg_b32(args.seq_lens + Int64(guess_seq) * 4)
                 guess_page = self.first_page(args, guess_seq, guess_tile * PLAN_TILE + box_row)
         num_rows, _, mode, _ = ptx.ldg128(args.plan)
-        work = load_row(args, pair)
-        row = pair
+        work = load_row(args, alone)
         if cutlass.const_expr(geo.halves == 2):
-            alone = load_row(args, cta)
-            if num_rows <= grid and mode != PAIRED:
-                work = alone
-                row = cta if half == 0 else num_rows
+            pair_work = load_row(args, pair)
+            if two_by_two(mode, num_rows, grid):
+                work = pair_work
         num_ctas = grid * geo.halves
         stage = Int32(0)  # of the ring
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
+        row = work.row
         while row < num_rows:
             self.mailbox.put(smem, lane, turn, work, mode)
             turn += 1

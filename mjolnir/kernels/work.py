@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import Geometry
-from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
+from mjolnir.plan import PAIRED, PLAN_COLUMNS, PLAN_TILE, WAIT
 
 
 class Work(NamedTuple):
@@ -38,6 +38,14 @@ def load_row(args, row):
     first_item = first_seq * args.num_kv_heads + first_head
     pieces = end_seq * args.num_kv_heads + end_head - first_item + (Int32(1) if end_tile > 0 else Int32(0))
     return Work(row, first_item, pieces, first_tile, end_tile, first_row, last_row)
+
+
+@cute.jit
+def two_by_two(mode, num_rows, grid):
+    """Whether the halves of CTA c begin with rows 2 c and 2 c + 1, else with c and c + grid. Few rows go to as many SMs.
+    Pairs must share a CTA; and where rows wait for lower ones, those must lie in no later CTA, which may not have a
+    place yet: two kernels, each with half of its CTAs on the GPU, would wait for ever."""
+    return mode == PAIRED or (mode == WAIT and num_rows > grid)
 
 
 @cute.jit
