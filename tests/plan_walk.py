@@ -23,7 +23,6 @@ class Piece:
     begin: int
     end: int  # of the live sequence where the row goes to its end
     to_the_end: bool
-    slot: int | None  # where the partial result goes; None: the piece is the whole item
     first_row: int  # the rows of the item's first and last split, as this row believes
     last_row: int
 
@@ -42,11 +41,10 @@ def walk(plan: np.ndarray, lens: Sequence[int], heads: int) -> list[Piece]:
         while (seq, head) < (end_seq, end_head) or ((seq, head) == (end_seq, end_head) and tile < end_tile):
             stops = (seq, head) == (end_seq, end_head)
             begins = tile == 0
-            slot = 2 * row if not begins else 2 * row + 1 if stops else None
             end = min(end_tile * PLAN_TILE, lens[seq]) if stops else lens[seq]
             pieces.append(
                 Piece(
-                    row, seq, head, tile * PLAN_TILE, end, not stops, slot,
+                    row, seq, head, tile * PLAN_TILE, end, not stops,
                     row if begins else first_row, last_row if stops else row,
                 )
             )  # fmt: skip
