@@ -78,10 +78,17 @@ def report_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Variant], Ke
         pool.shutdown(cancel_futures=True)
 
 
+def check_smem(geometry: Geometry, variant: Variant) -> None:
+    cta_bytes = geometry.halves * geometry.half_bytes
+    assert geometry.ctas_per_sm % geometry.halves == 0
+    assert geometry.ctas_per_sm // geometry.halves * (cta_bytes + RESERVED_SMEM) <= SMEM_PER_SM[variant.arch], variant
+    assert cta_bytes <= SMEM_PER_SM[variant.arch] - RESERVED_SMEM  # the most that a CTA may ask for
+
+
 def check_resources(variant: Variant, report: KernelReport) -> None:
     geometry = Geometry.of(variant)
     assert report.static_smem_bytes <= RESERVED_SMEM
-    assert geometry.ctas_per_sm * (geometry.smem_bytes + RESERVED_SMEM) <= SMEM_PER_SM[variant.arch]
+    check_smem(geometry, variant)
     warps = -(-geometry.ctas_per_sm * geometry.threads // WARP // 4)  # of the fullest partition
     assert warps * WARP * report.registers <= REGISTERS_PER_PARTITION
 
@@ -130,13 +137,23 @@ def test_every_arch_has_a_memory_size():
 def test_ring_fits_the_arch(arch):
     for variant in all_variants(arch):
         geometry = Geometry.of(variant)
-        assert geometry.ctas_per_sm * (geometry.smem_bytes + RESERVED_SMEM) <= SMEM_PER_SM[arch], variant.name
+        check_smem(geometry, variant)
         assert geometry.stages % geometry.kv_groups == 0, variant.name
         panels = max(geometry.k.panels, geometry.v.panels)
         assert 2 * panels * geometry.tile // 16 <= WARP, variant.name  # boxes of the smallest pages: a lane each
     common = Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8))
     assert common.stages * common.stage_bytes == 64 * KIB
     assert common.ctas_per_sm == (2 if SMEM_PER_SM[arch] > 2 * 64 * KIB else 1)
+
+
+@pytest.mark.parametrize("arch", SMEM_PER_SM)
+def test_halves_of_a_cta(arch):
+    for variant in all_variants(arch):
+        geometry = Geometry.of(variant)
+        assert geometry.halves == (2 if geometry.ctas_per_sm == 2 and geometry.row_groups == 1 else 1), variant.name
+        assert geometry.half_bytes % 1024 == 0 and 0 <= geometry.half_bytes - geometry.smem_bytes < 1024
+        assert geometry.halves * geometry.threads <= 1024, variant.name
+    assert Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=1)).halves == 1
 
 
 def test_too_many_ctas_for_an_sm_is_an_error():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -17,15 +19,19 @@ from plan_walk import by_item, walk
 
 from mjolnir.plan import (
     ALIGN_SLACK,
+    ARRIVE,
     DYNAMIC_ABOVE,
-    FEW_SPLITS,
     MIN_SHARE,
+    PAIR_SHARE,
+    PAIRED,
     PIECE_COST,
     PLAN_COLUMNS,
     PLAN_TILE,
     ROWS_PER_CTA,
     SHARES,
     SHORT_TILES,
+    SINGLE_TILES,
+    WAIT,
     PlanShape,
     build_plan,
     fixed_rows,
@@ -36,7 +42,7 @@ INT32_MAX = 2**31 - 1
 
 def planned_tiles(lens: Sequence[int], margin: int) -> list[int]:
     """Tiles of each sequence; an empty one takes a tile's time too."""
-    return [max(1, (length + margin + PLAN_TILE - 1) // PLAN_TILE) for length in lens]
+    return [max(1, (int(length) + margin + PLAN_TILE - 1) // PLAN_TILE) for length in lens]
 
 
 def loads(plan: np.ndarray, lens: Sequence[int], heads: int, margin: int) -> list[int]:
@@ -44,7 +50,7 @@ def loads(plan: np.ndarray, lens: Sequence[int], heads: int, margin: int) -> lis
     units = [0] * (len(plan) - 1)
     tiles = planned_tiles(lens, margin)
     for piece in walk(plan, [n * PLAN_TILE for n in tiles], heads):
-        units[piece.row] += (piece.end - piece.begin) // PLAN_TILE + PIECE_COST
+        units[piece.row] += max(0, piece.end - piece.begin) // PLAN_TILE + PIECE_COST
     return units
 
 
@@ -73,15 +79,18 @@ def cases(draw: st.DrawFn, max_splits: st.SearchStrategy[int | None] = UNCAPPED)
     lens = draw(LENGTHS)
     heads = draw(st.integers(1, max(1, min(64, 8192 // max(1, len(lens))))))
     rows = draw(st.integers(1, 400))
-    return lens, PlanShape(rows, heads, draw(max_splits)), draw(st.sampled_from([0, 1, 63, 64, 1000]))
+    shape = PlanShape(rows, heads, draw(max_splits), pairs=draw(st.booleans()))
+    return lens, shape, draw(st.sampled_from([0, 1, 63, 64, 1000]))
 
 
 def make_plan(lens: Sequence[int], shape: PlanShape, margin: int = 0) -> np.ndarray:
     """The plan, whose header and size are looked at in passing: rows past those in use hold no work."""
     plan = build_plan(lens, shape, margin)
     assert plan.shape == (1 + ROWS_PER_CTA * shape.num_ctas, PLAN_COLUMNS) and plan.dtype == np.int32
-    used, ticket, *unused = plan[0].tolist()
+    used, ticket, mode, *unused = plan[0].tolist()
     assert 0 <= used <= len(plan) - 1 and ticket == 0 and not any(unused)
+    aligned = aligned_rows(lens, shape, margin)
+    assert mode == (ARRIVE if aligned is None else (WAIT, PAIRED)[aligned[1] - 1])
     assert (plan[1 + used :, 0:3] == plan[1 + used :, 3:6]).all()
     return plan
 
@@ -114,15 +123,23 @@ def equal_share(lens: Sequence[int], shape: PlanShape, margin: int) -> int:
     return -(-total_units(lens, shape.num_kv_heads, margin) // shape.num_ctas)
 
 
-def aligned_tiles(lens: Sequence[int], shape: PlanShape, margin: int) -> int | None:
-    """Tiles per row where all items can take whole rows, and every CTA has one at most."""
-    tiles = [n for n in planned_tiles(lens, margin) for _ in range(shape.num_kv_heads)]
-    equal = -(-sum(tiles) // shape.num_ctas)
-    if not tiles or equal >= DYNAMIC_ABOVE:
+def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[int, int] | None:
+    """(tiles per row, rows per split) where all items can take whole rows, and every CTA has one at most."""
+    items = [n for n in planned_tiles(lens, margin) for _ in range(shape.num_kv_heads)]
+    if shape.max_splits is not None or not items or sum(items) > (DYNAMIC_ABOVE - 1) * shape.num_ctas:
         return None
-    low = max(equal, next((n for n in SHORT_TILES if max(tiles) / n <= FEW_SPLITS), 4))
-    fitting = (n for n in range(low, low + ALIGN_SLACK + 1) if sum(-(-t // n) for t in tiles) <= shape.num_ctas)
-    return next(fitting, None)
+    longest, count = max(items), collections.Counter(items)
+    few = SINGLE_TILES // SHORT_TILES[-1]  # rows of a short item
+    least = {1: next((n for n in SHORT_TILES if few * n >= longest), SHORT_TILES[-1]), 2: PAIR_SHARE}
+    latency_decides = longest <= SINGLE_TILES and sum(items) <= least[1] * shape.num_ctas
+    for rows in [1, 2] if latency_decides else [2, 1]:
+        if rows == 2 and not shape.pairs:
+            continue
+        fewest = max(math.ceil(sum(items) / shape.num_ctas), least[rows])
+        for share in itertools.islice(itertools.count(fewest), 1 + ALIGN_SLACK):
+            if sum(len(range(0, n, rows * share)) * rows * of for n, of in count.items()) <= shape.num_ctas:
+                return share, rows
+    return None
 
 
 LONG_STEPS = (
@@ -143,11 +160,11 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
     plan = make_plan(lens, shape, margin)
     units = loads(plan, lens, shape.num_kv_heads, margin)
     equal = equal_share(lens, shape, margin)
-    aligned = aligned_tiles(lens, shape, margin)
+    aligned = aligned_rows(lens, shape, margin)
     if aligned is not None:  # a piece a row
         rows = [piece.row for piece in walk(plan, lens, shape.num_kv_heads)]
         assert rows == list(range(plan[0, 0])) and len(rows) <= shape.num_ctas
-        assert max(units) <= aligned + PIECE_COST
+        assert max(units) <= aligned[0] + PIECE_COST
     elif equal < DYNAMIC_ABOVE:
         assert plan[0, 0] <= shape.num_ctas
         assert max(units) <= max(equal, MIN_SHARE) + PIECE_COST
@@ -158,28 +175,77 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "heads", "rows", "most_tiles"),
+    ("tiles", "heads", "mode", "rows", "most_tiles"),
     [
-        # Too little work for 264 CTAs: the smallest rows that cut no item into more than 16.
-        ([1] * 64, 4, 256, 1),
-        ([32] * 2, 8, 2 * 8 * 16, 2),
-        ([33] * 2, 8, 2 * 8 * 9, 4),
-        ([64], 8, 8 * 16, 4),
-        ([65], 8, 8 * 9, 8),
-        ([128], 1, 16, 8),
-        ([129], 1, 33, 4),
-        # An equal share is 15.5 and 31.0 tiles: all items take whole rows.
-        ([128] * 4, 8, 4 * 8 * 8, 16),
-        ([128] * 8, 8, 8 * 8 * 4, 32),
+        # Too little work for 264 CTAs, and no item of more than 32 tiles: at most 8 rows each, of 2 or 4 tiles.
+        ([1] * 64, 4, WAIT, 256, 1),
+        ([16] * 2, 8, WAIT, 2 * 8 * 8, 2),
+        ([17] * 2, 8, WAIT, 2 * 8 * 5, 4),
+        ([32] * 2, 8, WAIT, 2 * 8 * 8, 4),
+        ([32, 1], 1, WAIT, 9, 4),
+        # Longer ones: pairs of 4 tiles a row.
+        ([33] * 2, 8, PAIRED, 2 * 8 * 2 * 5, 4),
+        ([64], 8, PAIRED, 8 * 2 * 8, 4),
+        ([65], 8, PAIRED, 8 * 2 * 9, 4),
+        ([128], 1, PAIRED, 2 * 16, 4),
+        ([129], 1, PAIRED, 2 * 17, 4),
+        ([33, 1], 1, PAIRED, 2 * 5 + 2, 4),
+        ([1056], 1, PAIRED, 264, 4),
+        ([1057], 1, PAIRED, 2 * 106, 5),
+        # An equal share is 4.8, 15.5 and 31.0 tiles: all items take whole pairs.
+        ([32] * 40, 1, PAIRED, 40 * 2 * 3, 6),
+        ([128] * 4, 8, PAIRED, 4 * 8 * 2 * 4, 16),
+        ([128] * 8, 8, PAIRED, 8 * 8 * 2 * 2, 32),
+        # Where a pair would be too much for an item, one row.
+        ([80] * 33, 8, WAIT, 264, 80),
         # An equal share is 74.2 tiles, and no row up to 3 longer holds all of an item's 80: cuts fall anywhere.
-        ([80] * 245, 1, 261, 77),
+        ([80] * 245, 1, ARRIVE, 261, 77),
+        # More items than CTAs: two in a row.
+        ([1] * 300, 1, ARRIVE, 150, 1),
     ],
 )
-def test_rows_of_short_steps(tiles, heads, rows, most_tiles):
+def test_rows_of_short_steps(tiles, heads, mode, rows, most_tiles):
     lens = [n * PLAN_TILE for n in tiles]
     plan = make_plan(lens, PlanShape(264, heads))
-    assert plan[0, 0] == rows
+    assert plan[0].tolist() == [rows, 0, mode, 0, 0, 0, 0, 0]
     assert max(piece.end - piece.begin for piece in walk(plan, lens, heads)) == most_tiles * PLAN_TILE
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "rows", "most_tiles"),
+    [([32], 8, 8 * 8, 4), ([33], 8, 8 * 9, 4), ([128], 1, 32, 4), ([128] * 4, 8, 4 * 8 * 8, 16)],
+)
+def test_rows_of_short_steps_where_ctas_are_no_halves(tiles, heads, rows, most_tiles):
+    lens = [n * PLAN_TILE for n in tiles]
+    plan = make_plan(lens, PlanShape(264, heads, pairs=False))
+    assert plan[0].tolist() == [rows, 0, WAIT, 0, 0, 0, 0, 0]
+    assert max(piece.end - piece.begin for piece in walk(plan, lens, heads)) == most_tiles * PLAN_TILE
+
+
+WAITING = st.one_of(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=12),
+    st.builds(lambda n, length: [length] * n, st.integers(1, 16), st.integers(1, 30_000)),
+)
+
+
+@given(WAITING, st.integers(1, 4), st.sampled_from([8, 132, 264]), st.sampled_from([0, 100]))
+@example([8192] * 4, 4, 264, 0)
+@settings(max_examples=150)
+def test_where_rows_wait_or_are_pairs_all_run_at_once(lens, heads, num_ctas, margin):
+    """A row has one piece, so it waits at its very end; a pair is a split, so it has one item."""
+    plan = make_plan(lens, PlanShape(num_ctas, heads), margin)
+    used, _, mode = plan[0, :3].tolist()
+    if mode == ARRIVE:
+        return
+    assert used <= num_ctas
+    pieces = walk(plan, lens, heads)
+    assert [piece.row for piece in pieces] == list(range(used))
+    assert all(piece.first_row <= piece.row <= piece.last_row for piece in pieces)
+    if mode == PAIRED:
+        assert used % 2 == 0
+        for one, other in zip(pieces[::2], pieces[1::2], strict=True):
+            assert (one.item, one.first_row, one.last_row) == (other.item, other.first_row, other.last_row)
+            assert one.first_row % 2 == 0 and one.last_row % 2 == 1
 
 
 @given(cases(), st.lists(st.integers(14, 18), min_size=1, max_size=18))
@@ -190,7 +256,7 @@ def test_rows_of_short_steps(tiles, heads, rows, most_tiles):
 def test_ctas_of_unequal_speed_end_within_a_small_row_of_the_ideal(case, gpc_sizes):
     """An SM's bandwidth goes down with the number of SMs that share it."""
     lens, shape, margin = case
-    if aligned_tiles(lens, shape, margin) or equal_share(lens, shape, margin) < DYNAMIC_ABOVE:
+    if aligned_rows(lens, shape, margin) or equal_share(lens, shape, margin) < DYNAMIC_ABOVE:
         return  # a row each
     units = loads(make_plan(lens, shape, margin), lens, shape.num_kv_heads, margin)
     speeds = [1 / gpc_sizes[cta % len(gpc_sizes)] for cta in range(shape.num_ctas)]
@@ -208,7 +274,7 @@ def test_without_splits_no_row_gets_more_than_a_share_and_one_item(case):
     lens, shape, margin = case
     plan = make_plan(lens, shape, margin)
     assert not plan[1:, [2, 5, 6, 7]].any()
-    assert all(piece.slot is None for piece in walk(plan, lens, shape.num_kv_heads))
+    assert all(piece.first_row == piece.last_row for piece in walk(plan, lens, shape.num_kv_heads))
     longest = max(planned_tiles(lens, margin), default=0) + PIECE_COST
     share = max(total_units(lens, shape.num_kv_heads, margin) / shape.num_ctas + 1, MIN_SHARE)
     assert max(loads(plan, lens, shape.num_kv_heads, margin)) <= share + longest
@@ -231,19 +297,13 @@ def test_no_item_has_more_splits_than_max_splits(case):
 @given(cases(ANY_SPLITS))
 @example(([1_000_000], PlanShape(400, 1), 0))
 @settings(max_examples=150)
-def test_splits_know_their_rows_and_have_slots_of_their_own(case):
+def test_splits_know_the_rows_of_their_item(case):
     lens, shape, margin = case
     pieces = walk(make_plan(lens, shape, margin), lens, shape.num_kv_heads)
-    slots = [piece.slot for piece in pieces if piece.slot is not None]
-    assert len(set(slots)) == len(slots)
     for splits in by_item(pieces).values():
-        if len(splits) == 1:
-            assert splits[0].slot is None
-            continue
-        first, last = splits[0].row, splits[-1].row
-        for i, piece in enumerate(splits):
-            assert (piece.first_row, piece.last_row) == (first, last)
-            assert piece.slot == (2 * first + 1 if i == 0 else 2 * (first + i))
+        rows = [piece.row for piece in splits]
+        assert rows == list(range(rows[0], rows[-1] + 1))
+        assert all((piece.first_row, piece.last_row) == (rows[0], rows[-1]) for piece in splits)
 
 
 # Fixed splits
@@ -266,13 +326,13 @@ def splits_of(lens: Sequence[int], shape: PlanShape, margin: int = 0) -> dict:
     plan = build_plan(lens, shape, margin)
     pieces = walk(plan, lens, shape.num_kv_heads)
     assert len({piece.row for piece in pieces}) == len(pieces) == plan[0, 0]
+    assert plan[0, 2] == ARRIVE  # there may be more rows than CTAs
     items = by_item(pieces)
     for splits in items.values():
         rows = [piece.row for piece in splits]
         assert rows == list(range(rows[0], rows[0] + len(rows)))
         if len(splits) > 1:
             assert all((piece.first_row, piece.last_row) == (rows[0], rows[-1]) for piece in splits)
-            assert [piece.slot for piece in splits] == [2 * rows[0] + 1, *(2 * row for row in rows[1:])]
     return {item: [(piece.begin, piece.end, piece.to_the_end) for piece in splits] for item, splits in items.items()}
 
 
@@ -357,5 +417,21 @@ def test_a_plan_worked_out_by_hand():
         [1, 0, 0, 1, 0, 6],
         [1, 0, 6, 3, 0, 0],
     ]
-    seams = [(piece.seq, piece.slot, piece.first_row, piece.last_row) for piece in walk(plan, lens, 1)]
-    assert seams == [(0, 1, 0, 1), (0, 2, 0, 1), (1, 5, 2, 3), (1, 6, 2, 3), (2, None, 3, 3)]
+    seams = [(piece.seq, piece.first_row, piece.last_row) for piece in walk(plan, lens, 1)]
+    assert seams == [(0, 0, 1), (0, 0, 1), (1, 2, 3), (1, 2, 3), (2, 3, 3)]
+
+
+def test_a_plan_of_pairs_worked_out_by_hand():
+    # 37 tiles on 12 CTAs: an equal share is 4 tiles, as many as a row of a pair has at least. 34 tiles take 5 pairs of
+    # 8, and 3 tiles one. The last row of each begins past its item's end: it has a part in the merge, and no token.
+    lens = [34 * PLAN_TILE, 3 * PLAN_TILE - 1]
+    plan = build_plan(lens, PlanShape(num_ctas=12, num_kv_heads=1))
+    assert plan[0].tolist() == [12, 0, PAIRED, 0, 0, 0, 0, 0]
+    assert plan[1:13, :6].tolist() == [
+        *([0, 0, 4 * i, 0, 0, 4 * i + 4] for i in range(9)),
+        [0, 0, 36, 1, 0, 0],
+        [1, 0, 0, 1, 0, 4],
+        [1, 0, 4, 2, 0, 0],
+    ]
+    seams = [(piece.seq, piece.first_row, piece.last_row) for piece in walk(plan, lens, 1)]
+    assert seams == [(0, 0, 9)] * 10 + [(1, 10, 11)] * 2

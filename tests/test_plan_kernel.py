@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from running import assert_oracle, launch, make_outputs, make_problem, make_runner
 
-from mjolnir.plan import PLAN_COLUMNS, PlanShape, build_plan
+from mjolnir.plan import ARRIVE, PAIRED, PLAN_COLUMNS, PLAN_TILE, WAIT, PlanShape, build_plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,6 +25,12 @@ CASES = [
     ([1024], PlanShape(264, 8), 0),
     ([8192], PlanShape(264, 8), 0),
     ([32768], PlanShape(264, 1), 0),
+    ([32768], PlanShape(264, 1, pairs=False), 0),
+    # Either side of what decides between rows and pairs, see test_plan.py.
+    *(([n * PLAN_TILE] * of, PlanShape(264, 8), 0) for n, of in [(16, 2), (17, 2), (32, 2), (33, 2), (32, 8), (32, 9)]),
+    ([80 * PLAN_TILE] * 33, PlanShape(264, 8), 0),
+    ([64] * 300, PlanShape(264, 1), 0),
+    ([1056 * PLAN_TILE], PlanShape(264, 1), 1),
     ([131072], PlanShape(264, 8), 5),
     ([8192] * 16, PlanShape(264, 8), 0),
     ([8192] * 64, PlanShape(264, 8), 0),
@@ -71,12 +78,21 @@ def random_cases(count: int, seed: int) -> list[tuple[list[int], PlanShape, int]
     for _ in range(count):
         scale = int(2 ** rng.uniform(0, 18))
         lens = rng.integers(0, scale + 1, size=int(2 ** rng.uniform(0, 7))).tolist()
-        shape = PlanShape(int(rng.integers(1, 300)), int(rng.integers(1, 9)), rng.choice([None, None, None, 1, 2, 7]))
+        max_splits, pairs = rng.choice([None, None, None, 1, 2, 7]), bool(rng.integers(0, 3))
+        shape = PlanShape(int(rng.integers(1, 300)), int(rng.integers(1, 9)), max_splits, pairs)
         if rng.integers(0, 4) == 0:
             tiles, rows = int(rng.integers(1, 40)), int(rng.integers(1, 500))
             shape = PlanShape(shape.num_ctas // 4 + 1, shape.num_kv_heads, fixed_tiles=tiles, fixed_rows=rows)
+        elif rng.integers(0, 2):  # a step so short that rows wait for each other
+            lens = rng.integers(0, int(2 ** rng.uniform(8, 15)), size=int(rng.integers(1, 7))).tolist()
+            shape = PlanShape(264, shape.num_kv_heads, pairs=pairs)
         cases.append((lens, shape, int(rng.integers(0, 3)) * int(rng.integers(0, 200))))
     return cases
+
+
+def test_the_cases_have_every_way_of_merging():
+    modes = [build_plan(*case)[0, 2] for case in CASES + random_cases(60, 0)]
+    assert min(modes.count(mode) for mode in (ARRIVE, WAIT, PAIRED)) >= 8
 
 
 INTERPRETED = """
@@ -101,9 +117,17 @@ def test_equals_the_host_s_plan_under_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    "num_seqs, max_splits, fixed_tiles", [(256, 0, 0), (1024, 0, 0), (1024, 1, 0), (1024, 4, 0), (1024, 0, 32)]
+    "num_seqs, pairs, max_splits, fixed_tiles",
+    [
+        (256, True, 0, 0),
+        (1024, True, 0, 0),
+        (1024, False, 0, 0),
+        (1024, True, 1, 0),
+        (1024, True, 4, 0),
+        (1024, True, 0, 32),
+    ],
 )
-def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int, fixed_tiles: int) -> None:
+def test_compiles_for_hopper_without_spills(num_seqs: int, pairs: bool, max_splits: int, fixed_tiles: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -115,11 +139,14 @@ def test_compiles_for_hopper_without_spills(num_seqs: int, max_splits: int, fixe
         "NUM_CTAS": 264,
         "NUM_ROWS": PlanShape(264, 8).num_rows,
         "HEADS": 8,
+        "PAIRS": pairs,
         "MAX_SPLITS": max_splits,
         "FIXED_TILES": fixed_tiles,
         "BLOCK_SEQS": num_seqs,
         "BLOCK_ROWS": plan_kernel.ROWS_PER_PROGRAM,
     }
+    shape = inspect.signature(plan_kernel._build_plan.fn).parameters
+    assert {name for name in names if "constexpr" in str(shape[name].annotation)} == constants.keys()
     kinds = {name: "constexpr" if name in constants else "i32" for name in names}
     kinds |= {name: "*i32" for name in ("seq_lens", "plan_rows", "counters")}
     source = ASTSource(fn=plan_kernel._build_plan, signature=kinds, constexprs=constants)

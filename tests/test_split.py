@@ -1,7 +1,7 @@
 """The merge of splits in any order of arrival.
 
-What runs is the text of kernels/split.py itself, on the host: it uses nothing of the CuTe DSL that plain Python does not
-have, but names. Threads take turns at random, one access to shared state each, and every word of the workspace is
+What runs is the text of kernels/split.py itself, on the host: it uses nothing of the CuTe DSL that plain Python does
+not have, but names. Threads take turns at random, one access to shared state each, and every word of the workspace is
 watched.
 """
 

@@ -42,9 +42,9 @@ def load_row(args, row):
 
 @cute.jit
 def two_by_two(mode, num_rows, grid):
-    """Whether the halves of CTA c begin with rows 2 c and 2 c + 1, else with c and c + grid. Few rows go to as many SMs.
-    Pairs must share a CTA; and where rows wait for lower ones, those must lie in no later CTA, which may not have a
-    place yet: two kernels, each with half of its CTAs on the GPU, would wait for ever."""
+    """Whether the halves of CTA c begin with rows 2 c and 2 c + 1, else with c and c + grid, so that few rows go to as
+    many SMs. Pairs must share a CTA; and where rows wait for lower ones, those must lie in no later CTA, which may not
+    have a place yet: two kernels, each with half of its CTAs on the GPU, would wait for ever."""
     return mode == PAIRED or (mode == WAIT and num_rows > grid)
 
 
