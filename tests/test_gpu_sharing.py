@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import Problem
-from running import assert_oracle, decode, launch, make_outputs, make_problem, make_runner, run
+from running import assert_oracle, decode, make_outputs, make_problem, make_runner, run
 
 from mjolnir import DecodeRunner
+from mjolnir.kernels.geometry import UNSET
+from mjolnir.plan import ARRIVE, DYNAMIC_ABOVE, PAIRED, PLAN_COLUMNS, PLAN_TILE, WAIT
 from mjolnir.verify.compare import compare
 
 pytestmark = pytest.mark.gpu
@@ -81,13 +83,10 @@ def test_a_runner_on_another_device_than_the_current_one() -> None:
 
 
 def spoil(runner: DecodeRunner, counters: int) -> None:
-    """What a launch that was aborted midway, or a stray write, may leave: NaN partial results, a plan and counters of
-    anything."""
-    backend = runner._cute
-    for buffer in backend._plan_buffers.values():
+    """What a stray write may leave: a plan and counters of anything. Partial results are another matter: they are empty
+    between launches, and only a launch that broke the CUDA context leaves them otherwise."""
+    for buffer in runner._cute._plan_buffers.values():
         buffer.device.fill_(counters)
-    for partials in backend._partials.values():
-        partials.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("counters", [1, 7, -1])
@@ -100,18 +99,58 @@ def test_a_plan_heals_a_spoilt_workspace(counters: int) -> None:
     assert_same(run(runner, problem), want)
 
 
-def test_partial_results_need_no_zeroing() -> None:
-    """Between two runs of one plan only the partial results are spoilt: each run writes what it reads."""
-    problem = make_problem(LENS, "cuda", page_size=16)
+def workspace_of(runner: DecodeRunner, q_len: int) -> tuple[int, torch.Tensor]:
+    """(mode of the plan that is there, ticket and counters)."""
+    buffer = runner._cute._plan_buffers[q_len]
+    rows_end = (1 + buffer.shape.num_rows) * PLAN_COLUMNS
+    return int(buffer.device[2]), torch.cat((buffer.device[1:2], buffer.device[rows_end:]))
+
+
+@pytest.mark.parametrize(("q_len", "head_size"), [(1, 128), (1, 256), (1, 64), (4, 128)])
+def test_every_slot_is_empty_again_after_a_run(q_len: int, head_size: int) -> None:
+    """Whatever the way of merging, and from one to the next: a waiting row takes what it finds for a result. The plans
+    are for other lengths than the live ones, which decide how splits are merged."""
+    problem = make_problem(LENS, "cuda", page_size=16, q_len=q_len, head_size=head_size)
     runner = make_runner(problem)
-    want = run(runner, problem)
-    plan = runner.plan(LENS, len(LENS), 1, problem.cache.block_table, problem.cache.seq_lens)
-    for _ in range(3):
+    plans = {
+        WAIT: [min(n, 32 * PLAN_TILE) for n in LENS],
+        PAIRED: LENS,
+        ARRIVE: [DYNAMIC_ABOVE * PLAN_TILE * 132, *LENS[1:]],
+    }
+    want = {}
+    for mode in (WAIT, PAIRED, ARRIVE, PAIRED, ARRIVE, WAIT, WAIT):
+        result = run(runner, problem, host_lens=list(plans[mode]))
+        torch.cuda.synchronize()
+        made, counters = workspace_of(runner, q_len)
+        assert made == mode
+        assert not counters.any()
         for partials in runner._cute._partials.values():
-            partials.fill_(torch.nan)
-        out, lse = make_outputs(problem, runner)
-        launch(runner, plan, problem, out, lse)
-        assert_same((out, lse), want)
+            assert partials.dtype == torch.int32 and (partials == UNSET).all()
+        assert_oracle(problem, *result)
+        assert_same(result, want.setdefault(mode, result))
+
+
+def test_kernels_whose_rows_wait_share_the_gpu() -> None:
+    """On streams of two priorities, so that one takes SMs from the other before all of its CTAs have begun: those that
+    have must not wait for those that have not. More rows than SMs: CTAs have two each."""
+    problem = make_problem([1000] * 16, "cuda", page_size=16)
+    runners = [make_runner(problem) for _ in range(2)]
+    want = run(runners[0], problem)
+    assert_oracle(problem, *want)
+    assert workspace_of(runners[0], 1)[0] == WAIT
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    other, matrix = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(300):
+        with torch.cuda.stream(other):
+            matrix @ matrix
+        for runner, stream in zip(runners, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run(runner, problem, host_lens=[1000] * 16))
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same(result, want)
 
 
 def test_each_run_sees_the_plan_queued_before_it() -> None:
@@ -154,22 +193,29 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("tokens", [10_000, 21_000, 90_000, 131_072, 140_000])
 def test_one_sequence_over_every_cta(tokens: int) -> None:
-    """One KV head: from a few splits to more than 256, merged in one step or two."""
+    """One KV head: from a few splits to more than 256, merged in one step or two, and in every way: as pairs, as splits
+    that arrive at counters, and, where a CTA has no halves, as splits that wait."""
     problem = make_problem([tokens], "cuda", heads=4, kv_heads=1)
-    runner = make_runner(problem)
-    want = run(runner, problem)
-    assert_oracle(problem, *want)
-    assert_same(run(runner, problem), want)
+    expected = problem.oracle()
+    for mode, tuning in ((PAIRED, {}), (ARRIVE, {"max_splits": 400}), (WAIT, {"ctas_per_sm": 1})):
+        runner = make_runner(problem, **tuning)
+        want = run(runner, problem)
+        assert workspace_of(runner, 1)[0] == mode
+        faults = compare(*want, *expected).faults(torch.float16)
+        assert not faults, (tuning, faults)
+        assert_same(run(runner, problem), want)
 
 
 def test_rows_that_end_one_long_item_and_begin_the_next() -> None:
-    """Long items next to each other, the first cut into 25 to 45 splits: at 33 the merge in two steps leaves a team of
-    one, whose row leads a team of the next item too, and both count arrivals. On few SMs, so that few tokens do."""
+    """Long items next to each other, the first cut into 25 to 34 splits: at 25 and 33 the merge in two steps leaves a
+    team of one, whose row leads a team of the next item too, and both count arrivals. On few SMs, so that few tokens
+    do."""
     problem = make_problem([168_000, 170_000], "cuda", heads=4, kv_heads=1, head_size=64)
     expected = problem.oracle()
-    for sm_count in range(20, 34):
+    for sm_count in range(20, 28):
         runner = make_runner(problem, sm_count=sm_count)
         want = run(runner, problem)
+        assert workspace_of(runner, 1)[0] == ARRIVE
         faults = compare(*want, *expected).faults(torch.float16)
         assert not faults, (sm_count, faults)
         for _ in range(5):  # who arrives first is a matter of luck
