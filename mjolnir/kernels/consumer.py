@@ -45,7 +45,8 @@ class Consumer:
         self.mailbox.wait(smem, turn)
         pieces = self.mailbox.read(smem, turn).pieces
         while pieces >= 0:
-            for p in cutlass.range(pieces, unroll=1):
+            p = Int32(0)  # counted against the mailbox: a register less across the tile loop
+            while p < self.mailbox.read(smem, turn).pieces:
                 seq, head = item_of(args, self.mailbox.read(smem, turn), p)
                 seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
                 begin, end = span_of(self.mailbox.read(smem, turn), p, seq_len)
@@ -94,6 +95,7 @@ class Consumer:
                     epilogue = Epilogue(self.variant, geo, args, smem, seq, head, Int32(0))
                     epilogue.share(state, mult, kv_group, row0)
                     epilogue.write()
+                p += 1
             self.mailbox.free(smem, lane, turn)
             turn += 1
             self.mailbox.wait(smem, turn)
