@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from mjolnir.backends.cute import CuteBackend  # noqa: E402
 from mjolnir.kernels import plan_kernel  # noqa: E402
+from mjolnir.kernels.geometry import UNSET, Geometry  # noqa: E402
 from mjolnir.signature import RunnerShape  # noqa: E402
 from mjolnir.tuning import Tuning  # noqa: E402
 
@@ -192,6 +193,20 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CuteBackend:
     )
     assert backend.plan_buffer(1).shape != backend.plan_buffer(8).shape
     return backend
+
+
+def test_slots_begin_empty(backend: CuteBackend) -> None:
+    """Two a row, of 8 and of 64 rows of Q: O, and m and l."""
+    for q_len, rows in ((1, 8), (8, 64)):
+        shape = backend.plan_buffer(q_len).shape
+        slots = backend._partials[rows].view(2 * shape.num_rows, rows, 128 + 2)
+        assert slots.dtype == torch.int32 and (slots == UNSET).all()
+
+
+def test_pairs_are_for_ctas_that_have_halves(backend: CuteBackend) -> None:
+    for q_len, halves in ((1, 2), (8, 1)):
+        assert Geometry.of(backend.variant(q_len, "bf16", False)).halves == halves
+        assert backend.plan_buffer(q_len).shape.pairs == (halves == 2)
 
 
 def test_every_size_of_plan_has_a_planning_kernel(backend: CuteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
