@@ -209,6 +209,12 @@ class Geometry:
         return words + (4 - words) % 16
 
     @property
+    def late_stages(self) -> int:
+        """Tiles whose block scales the producer leaves on their way when it goes on to the next: at most 5, whose
+        numbers and one more fit in a word."""
+        return min(5, self.stages // 2) if self.scale_stage_bytes else 0
+
+    @property
     def full_arrivals(self) -> int:
         """At the barrier of a full stage: the lane that issues the boxes and, for block scales, all that copy them."""
         return 1 + (WARP if self.scale_stage_bytes else 0)

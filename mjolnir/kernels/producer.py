@@ -25,6 +25,9 @@ from mjolnir.kernels.work import (
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
 
+STAGE_BITS = 5
+"""Of a stage's number: there are 32 at most."""
+
 
 class Producer:
     """Code of the producer warp."""
@@ -104,6 +107,7 @@ class Producer:
         stage = Int32(0)  # of the ring
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
+        late, late_stages = Int32(0), Int32(0)  # see deliver
         row = work.row
         while row < num_rows:
             self.mailbox.put(smem, lane, turn, work, mode)
@@ -125,7 +129,14 @@ class Producer:
                     next_page = Int32(0)
                     if box_row < cutlass.min(left - geo.tile, Int32(geo.tile)):
                         next_page = ptx.ldg_b32(pages + Int64((token + geo.tile) >> args.log2_page) * 4)
-                    ptx.mbarrier_wait(smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1)
+                    empty, parity = smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1
+                    if cutlass.const_expr(geo.late_stages > 0):
+                        # The consumers may need what is late to free this stage.
+                        for i in cutlass.range_constexpr(geo.late_stages):
+                            if late >= geo.late_stages - i and not is_done(empty, parity):
+                                self.deliver(smem, late, late_stages, geo.late_stages - 1 - i)
+                                late -= 1
+                    ptx.mbarrier_wait(empty, parity)
                     free = free ^ (Int32(1) << stage)
                     rows = cutlass.min(left, Int32(geo.tile))
                     full = smem + geo.full_offset + 8 * stage
@@ -137,6 +148,10 @@ class Producer:
                         ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
                     if cutlass.const_expr(geo.scale_stage_bytes > 0):
                         self.copy_block_scales(args, smem, lane, stage, token - box_row, rows, head, page, log2_rows)
+                        late, late_stages = late + 1, (late_stages << STAGE_BITS) | stage
+                        if late > geo.late_stages:
+                            self.deliver(smem, late, late_stages, geo.late_stages)
+                            late -= 1
                     if args.l2_prefetch > 0:
                         if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
                             ahead = token + args.l2_prefetch * geo.tile
@@ -154,9 +169,15 @@ class Producer:
                 ticket = Int32(0)
                 if lane == 0:
                     ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1, "relaxed")
+                if cutlass.const_expr(geo.late_stages > 0):
+                    # The mailbox may be free only once the consumers have all tiles of this row.
+                    self.deliver_all(smem, late, late_stages)
+                    late = Int32(0)
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
                 if row < num_rows:
                     work = load_row(args, row)
+        if cutlass.const_expr(geo.late_stages > 0):
+            self.deliver_all(smem, late, late_stages)
         self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), mode)
 
     @cute.jit
@@ -190,7 +211,30 @@ class Producer:
                     size = geo.v.scale_bytes
                     dst = scales + geo.tile * geo.k.scale_bytes + row * size
                     ptx.cp_async(dst, block_address(args.v_blocks, *place), size, named * size)
-        ptx.cp_async_arrive(smem + geo.full_offset + 8 * stage)
+        ptx.cp_async_commit()
+
+    def deliver(self, smem: Any, late: Any, late_stages: Any, others: int) -> None:
+        """Wait for the oldest of the ``late`` tiles whose block scales are on their way, all but the ``others`` newest,
+        and arrive at its stage. ``late_stages``: their stages, STAGE_BITS each, the newest lowest.
+
+        Every lane waits for its own copies and arrives then: an ordinary arrival's release orders them before the
+        consumers' reads."""
+        stage = (late_stages >> ((late - 1) * STAGE_BITS)) & ((1 << STAGE_BITS) - 1)
+        ptx.cp_async_wait(others)
+        ptx.mbarrier_arrive(smem + self.geo.full_offset + 8 * stage)
+
+    @cute.jit
+    def deliver_all(self, smem, late, late_stages):
+        """Deliver every late tile, in order as they land."""
+        for i in cutlass.range_constexpr(self.geo.late_stages):
+            if late >= self.geo.late_stages - i:
+                self.deliver(smem, late, late_stages, self.geo.late_stages - 1 - i)
+                late -= 1
+
+
+def is_done(mbarrier: Any, parity: Any) -> Any:
+    """Whether the phase of this parity has completed, the same in all lanes."""
+    return cute.arch.vote_any_sync(ptx.mbarrier_done(mbarrier, parity) != 0)
 
 
 def block_address(blocks: BlockScales, page: Any, token: Any, head: Any) -> Any:

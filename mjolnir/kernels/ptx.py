@@ -188,9 +188,14 @@ def cp_async(dst: Any, src: Any, size: int, src_size: Any) -> None:
     _asm("", f"cp.async.ca.shared.global.L2::64B [$0], [$1], {size}, $2;", [dst, src, src_size], "rlr", True)
 
 
-def cp_async_arrive(addr: Any) -> None:
-    """Arrive at an mbarrier once this thread's copies so far have landed; the barrier must expect it."""
-    _asm("", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [addr], "r", True)
+def cp_async_commit() -> None:
+    """This thread's copies since the last commit become its newest group."""
+    _asm("", "cp.async.commit_group;", side_effects=True)
+
+
+def cp_async_wait(newest: int) -> None:
+    """Wait until all groups of this thread have landed but the ``newest``."""
+    _asm("", f"cp.async.wait_group {newest};", side_effects=True)
 
 
 # mbarrier and TMA
@@ -215,6 +220,12 @@ def mbarrier_wait(addr: Any, parity: Any) -> None:
         " @done bra DONE; bra WAIT; DONE: }"
     )
     _asm("", code, [addr, parity], "rr", True)
+
+
+def mbarrier_done(addr: Any, parity: Any) -> Any:
+    """1 if the phase of this parity has completed, else 0."""
+    code = "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2; selp.u32 $0, 1, 0, done; }"
+    return _asm("r", code, [addr, parity], "rr", True)
 
 
 def fence_mbarrier_init() -> None:
