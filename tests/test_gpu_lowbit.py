@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
+from helpers import PagedCache, Problem, make_query
 from running import LOW_BIT, MIXED, assert_oracle, launch, make_outputs, make_problem, make_runner, run
+
+from mjolnir.formats import get_format
+from mjolnir.verify.compare import compare
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +85,69 @@ def test_long_sequences_wrap_the_ring_many_times(kv_format: str) -> None:
 def test_tunings(kv_format: str, tuning: dict[str, int]) -> None:
     problem = make_problem([5000, 0, 129, 64], "cuda", kv_format=kv_format)
     assert_oracle(problem, *run(make_runner(problem, **tuning), problem))  # type: ignore[arg-type]
+
+
+MIXED_LENGTHS = [965, 7426, 3623, 201, 40_000, 1809, 22_252, 515, 6414, 47_294, 162, 56_513, 27_104, 20_812, 4819]
+"""Like the long ones, work for many rows a CTA: more tiles than DYNAMIC_ABOVE for each half of an SM."""
+
+
+def long_problem(lengths: list[int]) -> Problem:
+    """nvfp4 caches of random bytes, made on the device, in token-major pages of 8 heads; block scales 0.2 to 0.5."""
+    gen = torch.Generator(device="cuda").manual_seed(11)
+    pages_of = [-(-length // PAGE) for length in lengths]
+    pages = torch.randperm(sum(pages_of), generator=gen, device="cuda").int()
+
+    def codes(low: int, high: int, width: int) -> torch.Tensor:
+        shape = (len(pages), PAGE, 8, width)
+        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda", generator=gen)
+
+    none = torch.zeros(0, dtype=torch.int64)
+    cache = PagedCache(
+        fmt=get_format("nvfp4"),
+        k_cache=codes(0, 256, 64),
+        v_cache=codes(0, 256, 64),
+        block_table=torch.nn.utils.rnn.pad_sequence(list(pages.split(pages_of)), batch_first=True),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        live_pages=none,
+        live_slots=none,
+        k_blocks=codes(0x25, 0x31, 8).view(torch.float8_e4m3fn),
+        v_blocks=codes(0x25, 0x31, 8).view(torch.float8_e4m3fn),
+    )
+    one = torch.ones(1, device="cuda")
+    return Problem(cache, make_query(len(lengths), 32, 128, device="cuda"), 1, one, one, 128**-0.5)
+
+
+def head_major(problem: Problem) -> Problem:
+    """The same problem over copies of its caches in head-major pages."""
+
+    def copied(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).view(t.dtype)
+
+    names = ("k_cache", "v_cache", "k_blocks", "v_blocks")
+    copies: dict[str, Any] = {name: copied(getattr(problem.cache, name)) for name in names}
+    return dataclasses.replace(problem, cache=dataclasses.replace(problem.cache, **copies))
+
+
+@pytest.mark.parametrize("lengths", [[32_768] * 8, MIXED_LENGTHS, [32_768] * 2, [8192] * 16], ids=lambda x: str(len(x)))
+def test_every_row_of_long_batches_every_time(lengths: list[int]) -> None:
+    """Launches close behind each other, over token-major pages: every result is the bits of one over head-major pages,
+    and that one the reference's. Block scales come a few bytes a token, far apart, at any time."""
+    problem = long_problem(lengths)
+    other = head_major(problem)
+    runner = make_runner(problem)
+    expected, lse = run(runner, other)
+    reference, reference_lse = problem.run()
+    faults = compare(expected, lse, reference.double(), reference_lse.double()).faults(expected.dtype)
+    assert not faults, "; ".join(faults)
+    cache = problem.cache
+    plan = runner.plan(lengths, len(lengths), 1, cache.block_table, cache.seq_lens)
+    outputs = [make_outputs(problem, runner) for _ in range(20)]
+    for made in outputs:
+        launch(runner, plan, problem, *made)
+    torch.cuda.synchronize()
+    for i, (out, out_lse) in enumerate(outputs):
+        wrong = ((out != expected).any(-1) | (out_lse != lse)).nonzero().tolist()
+        assert not wrong, f"launch {i}: {len(wrong)} rows differ, (sequence, head) {wrong[:8]}"
 
 
 def test_block_scales_written_by_the_kernel_before() -> None:
