@@ -166,28 +166,6 @@ def verify_table(record: dict[str, Any]) -> str:
     )
 
 
-def development_table(record: dict[str, Any]) -> str:
-    return _table(
-        ("heads", "batch × length", "d", "page", "KV", "floor, µs", "target, µs", "measured, µs", "ratio", "commit"),
-        (
-            [
-                f"{row['heads_q']}/{row['heads_kv']}",
-                row["batch"].replace("x", " × ") + (f", q_len {row['q_len']}" if row["q_len"] > 1 else ""),
-                str(row["head_dim"]),
-                f"{row['page_size']} {row['layout']}",
-                row["kv_format"],
-                f"{row['floor_us']:.1f}",
-                f"{row['target_us']:.1f}",
-                f"{row['us']:.1f}",
-                f"{row['us'] / row['target_us']:.2f}",
-                row["commit"],
-            ]
-            for row in record["rows"]
-        ),
-        f"{record['device']}, {record['date']}, while the kernel was tuned",
-    )
-
-
 def timeline_table(record: dict[str, Any]) -> str:
     shapes = record["timeline"]["shapes"]
     steps = [step for step in shapes[0] if step not in ("heads", "batch", "rows")]
@@ -305,7 +283,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "accuracy": (ACCURACY, accuracy_table),
     "accuracy-quarters": (ACCURACY, accuracy_quarters_table),
     "accuracy-stepwise": (ACCURACY, stepwise_table),
-    "development": ("development.json", development_table),
     "timeline": ("development.json", timeline_table),
     "trials": ("development.json", trials_table),
 }

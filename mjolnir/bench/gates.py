@@ -47,9 +47,12 @@ def fastest_peer(row: Row) -> tuple[str, float] | None:
     return (min(times)[1], min(times)[0]) if times else None
 
 
+COUNTED = ("fp8", "bf16", "fp16")
+
+
 def counted(rows: Sequence[Row]) -> list[Row]:
-    """The rows that bounds are over: normal data, splits that follow from balance."""
-    return [row for row in rows if row.data == "normal" and not row.fixed_split]
+    """The rows that bounds are over: normal data, formats of 8 and 16 bits, splits that follow from balance."""
+    return [row for row in rows if row.data == "normal" and not row.fixed_split and row.kv_format in COUNTED]
 
 
 def gates(rows: Sequence[Row]) -> list[Gate]:
