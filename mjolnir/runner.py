@@ -75,7 +75,8 @@ class DecodeRunner:
             (mjolnir/query_fp8.py).
         kv_format: "fp8" (e4m3), "fp8_e5m2", "e2m3", "nvfp4", "bf16" or "fp16"; docs/formats.md says what they store.
         v_format: V's format where it is not K's.
-        ctas_per_sm: thread blocks per multiprocessor; None: tuned.
+        ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
+            one thread block. None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
             as balance asks for.
         kv_stages: stages of the K and V ring, more than four of them of fewer tokens each; None: tuned.

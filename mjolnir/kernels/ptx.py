@@ -123,17 +123,8 @@ def ldg_f32x4(addr: Any) -> Any:
     return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
-def ldg_f32x3(addr: Any) -> Any:
-    """The first three of four floats."""
-    return _asm("fff", "{ .reg .f32 last; ld.global.v4.f32 {$0,$1,$2,last}, [$3]; }", [addr], "l", True)
-
-
 def stg_f32(addr: Any, x: Any) -> None:
     _asm("", "st.global.f32 [$0], $1;", [addr, x], "lf", True)
-
-
-def stg_f32x4(addr: Any, x: Sequence[Any]) -> None:
-    _asm("", "st.global.v4.f32 [$0], {$1,$2,$3,$4};", [addr, *x], "lffff", True)
 
 
 def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
