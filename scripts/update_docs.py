@@ -118,6 +118,8 @@ def fixed_splits_table(report: Report) -> str:
         for row in report.rows
         if row.fixed_split and (other := balanced.get(row.name.removesuffix(f"-split{row.fixed_split}"))) is not None
     ]
+    if not pairs:
+        return MISSING
     return _table(
         ("heads", "batch × length", "tokens per split", "balanced, µs", "fixed splits, µs", "cost"),
         (
