@@ -21,7 +21,7 @@ from mjolnir.write import Side, check_layout, write_in_torch
 
 pytestmark = pytest.mark.gpu
 
-SCALES = (1.0, 0.0, 0.3712, 1e-38, 1e30, 2.0**-70, 1.5e-40)
+SCALES = (1.0, 0.0, 0.3712, 1e-38, 1e30, 2.0**-70, 1.5e-40, -0.75)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -151,7 +151,7 @@ def longdouble_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
 def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
-    """The arithmetic that ``in_triton.quotient`` does on a GPU, step by step, wherever a code can depend on it."""
+    """The arithmetic of ``in_triton.full_quotient``, step by step, wherever a code can depend on it."""
     rng, one = np.random.default_rng(0), np.float32(1)
     for seed in range(6):
         x = rng.integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
@@ -165,8 +165,8 @@ def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
             r = one / divisor
             first = y = scaled * r
             for _ in range(2):
-                y = longdouble_fma(longdouble_fma(y, -divisor, scaled), r, y)
-            y = np.where(np.abs(first) < 65536, y, first)
+                y = longdouble_fma(longdouble_fma(y, divisor, -scaled), -r, y)
+            y = np.where(np.isnan(y), first, y)
             want = x / d
         size = np.abs(want)
         everyday = (size >= 2.0**-26) & (size < 65536)  # from half of fp16's smallest code on
@@ -174,6 +174,48 @@ def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
         with np.errstate(invalid="ignore"):
             assert (np.abs(y[size < 2.0**-26]) < 2.0**-25).all() and (np.abs(y[size >= 65536]) >= 65535).all()
         assert (np.isnan(y) == np.isnan(want)).all()
+
+
+def short_quotient(x: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """``in_triton.short_quotient``."""
+    one = np.ones_like(d)
+    reciprocal = one / d
+    bits = reciprocal.view(np.int32)
+    high = np.where(longdouble_fma(-d, reciprocal, one) < 0, bits - 1, bits).view(np.float32)
+    low = longdouble_fma(-d, high, one) * reciprocal
+    low = np.where(low == 0, high * np.float32(2.0**-40), low)
+    return longdouble_fma(x, high, x * low)
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
+@pytest.mark.parametrize("bits", [8, 11])
+def test_the_short_quotient_keeps_every_boundary(bits: int) -> None:
+    """Every x of as many significant bits against every boundary of 7, for every descale that brings one within three
+    ulps of the other: on the side that the IEEE quotient is on, and equal where that is equal."""
+    x = np.arange(2 ** (bits - 1), 2**bits, dtype=np.float32)[:, None, None]
+    bound = np.arange(64, 128, dtype=np.float32)[:, None]
+    nearest = (x / bound).view(np.int32)
+    d = (nearest + np.arange(-4, 5, dtype=np.int32)).view(np.float32)
+    x, d = np.broadcast_arrays(x, d)
+    got, want = short_quotient(x, d), x / d
+    assert (np.sign(want - bound) != 0).any() and (np.sign(want - bound) == 0).any()
+    np.testing.assert_array_equal(np.sign(got - bound), np.sign(want - bound))
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
+def test_quotients_of_zero_inf_and_nan_are_the_ieee_quotients() -> None:
+    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32)[:, None]
+    d = np.array([1, 0.5, 3, 0.7712, 2.0**60, 2.0**-60], np.float32)
+    x, d = np.broadcast_arrays(x, d)
+    with np.errstate(all="ignore"):
+        want, r = x / d, np.float32(1) / d
+        y = first = x * r
+        for _ in range(2):
+            y = longdouble_fma(longdouble_fma(y, d, -x), -r, y)
+        full, short = np.where(np.isnan(y), first, y), short_quotient(x, d)
+    for got in (short, full):
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.signbit(got[:4]), np.signbit(want[:4]))
 
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
@@ -187,7 +229,7 @@ def test_one_correction_keeps_every_e2m1_boundary() -> None:
         r = ((np.float32(1) / blocks).view(np.int32) + ulps).view(np.float32)
         for y in (at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))):
             first = y * r
-            got = longdouble_fma(longdouble_fma(first, -blocks, y), r, first)
+            got = longdouble_fma(longdouble_fma(first, blocks, -y), -r, first)
             np.testing.assert_array_equal(np.sign(got - bounds[:, None]), np.sign(y.astype(np.float64) - at))
 
 
@@ -198,7 +240,7 @@ def test_the_corrected_sixth_is_the_ieee_quotient() -> None:
     six, sixth = np.float32(6), np.float32(1 / 6)
     y = amax * sixth
     for _ in range(2):
-        y = longdouble_fma(longdouble_fma(y, np.full_like(amax, -six), amax), np.full_like(amax, sixth), y)
+        y = longdouble_fma(longdouble_fma(y, np.full_like(amax, six), -amax), np.full_like(amax, -sixth), y)
     large = amax > 2.0**-60  # what is smaller is 0 in e4m3
     np.testing.assert_array_equal(y[large], (amax / six)[large])
     assert (y[~large] < 2.0**-59).all()

@@ -34,26 +34,28 @@ def head_scale(scale, channel_stride, PER_CHANNEL: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def quotient(x, scale, FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, NATIVE: tl.constexpr):
+def quotient(
+    x, scale, FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, NATIVE: tl.constexpr, NARROW: tl.constexpr = False
+):
     """x [ROWS, D] / scale rounded to nearest, and x itself where the scale is 0, as ``KvFormat.encode`` defines it;
-    ``scale`` is a scalar, or [1, D] if PER_CHANNEL.
+    ``scale`` is a scalar, or [1, D] if PER_CHANNEL. NARROW: x is a bf16 or an fp16 number.
 
     Triton's own division is off by an ulp, which is another code now and then, and div.rn is 14 instructions. So: the
-    rounded reciprocal, once, and two corrections of the quotient by the exact remainder (Markstein; Muller et al.,
-    Handbook of Floating-Point Arithmetic, 2nd ed., section 4.7). Past 2^16 the plain product does: that saturates, or
-    is Inf in fp16. Extreme scales are brought near 1 by a power of two; what that loses lies far below the smallest
-    code, except in bf16, whose range is fp32's own.
+    reciprocal, once, and of x two instructions if it is NARROW, seven otherwise. Extreme scales are brought near 1 by a
+    power of two, and negative ones negated; what that loses lies far below the smallest code, except in bf16, whose
+    range is fp32's own.
     """
     divisor = tl.where(scale == 0, 1.0, scale)
     if NATIVE and FORMAT != "bf16":
         size = tl.abs(divisor)
         near = tl.where(size < 2.0**-60, 2.0**64, tl.where(size > 2.0**60, 2.0**-64, 1.0))
+        near = tl.where(divisor < 0, -near, near)
         divisor *= near
-        x *= near
-        reciprocal = tl.div_rn(1.0, divisor)
-        first = x * reciprocal
-        y = corrected(corrected(first, x, divisor, reciprocal), x, divisor, reciprocal)
-        y = tl.where(tl.abs(first) < 65536.0, y, first)
+        if PER_CHANNEL:
+            x *= near
+        elif near != 1.0:
+            x *= near
+        y = short_quotient(x, divisor) if NARROW else full_quotient(x, divisor)
     elif PER_CHANNEL:
         y = tl.div_rn(x, divisor)
     elif divisor == 1.0:  # what 16-bit caches have
@@ -64,9 +66,38 @@ def quotient(x, scale, FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, NATIVE: 
 
 
 @triton.jit
+def short_quotient(x, divisor):
+    """x / divisor (> 0) for an x of at most 11 significant bits: on the side of every number of at most 7 bits, or
+    equal to it, as the IEEE quotient is. All boundaries between codes, a boundary times a block scale, and 6 times one
+    between block scales, are such numbers; tests/test_write.py goes through all of them.
+
+    The reciprocal is a sum of two numbers of the same sign, neither of them 0, so that Inf, NaN and the sign of 0 stay.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    bits = reciprocal.to(tl.int32, bitcast=True)
+    bits = tl.where(tl.fma(-divisor, reciprocal, 1.0) < 0, bits - 1, bits)
+    high = bits.to(tl.float32, bitcast=True)  # rounded towards 0
+    low = tl.fma(-divisor, high, 1.0) * reciprocal  # the fma is exact
+    low = tl.where(low == 0, high * 2.0**-40, low)
+    return tl.fma(x, high, x * low)
+
+
+@triton.jit
+def full_quotient(x, divisor):
+    """x / divisor (> 0): the product with the rounded reciprocal, and two corrections by the exact remainder
+    (Markstein; Muller et al., Handbook of Floating-Point Arithmetic, 2nd ed., section 4.7). Where those make NaN of
+    Inf, the product does: that saturates, or is Inf in fp16."""
+    reciprocal = tl.div_rn(1.0, divisor)
+    first = x * reciprocal
+    y = corrected(corrected(first, x, divisor, reciprocal), x, divisor, reciprocal)
+    return tl.where(y == y, y, first)
+
+
+@triton.jit
 def corrected(q, x, divisor, reciprocal):
-    """A quotient q of x / divisor after a correction by its remainder, which the first fma gives exactly."""
-    return tl.fma(tl.fma(q, -divisor, x), reciprocal, q)
+    """A quotient q of x / divisor after a correction by its remainder, which the first fma gives exactly, negated: of a
+    q of -0, q - divisor * q would be +0 and make it +0."""
+    return tl.fma(tl.fma(q, divisor, -x), -reciprocal, q)
 
 
 @triton.jit
@@ -156,23 +187,32 @@ def e4m3_value(code):
 
 
 @triton.jit
-def e2m1_code(quotients, y, NATIVE: tl.constexpr):
-    """e2m1 of quotients, with the sign, in bit 3, of y, which they are of; NaN is +6.
+def e2m1_count(quotients, NATIVE: tl.constexpr):
+    """e2m1 magnitudes of quotients, NaN as 6, as int32 of which the low 3 bits count.
 
     Steps are 0.5 up to 2, 1 up to 4, 2 up to 6. Adding 2^23 of the steps makes fp32 round to whole ones; their count,
     and 2 for each larger step, is the code. 6 more steps make the exponent that comes down with it a multiple of 8.
-
-    On a GPU min takes the other operand for NaN, and a NaN that arithmetic made is positive.
     """
     size = tl.abs(quotients)
-    sign = (y.to(tl.int32, bitcast=True) >> 28) & 8
     if not NATIVE:
         size = tl.where(size == size, size, 6.0)
-        sign = tl.where(y == y, sign, 0)
-    size = tl.minimum(size, 6.0)
-    steps = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + ((22 << 23) + 6)
-    total = (size + steps.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    return ((total + (total >> 22)) & 7) | sign
+    size = tl.minimum(size, 6.0)  # a GPU's takes the other operand for NaN
+    power = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    total = tl.fma(power, 2.0**22 + 3, size).to(tl.int32, bitcast=True)
+    return total + (total >> 22)
+
+
+@triton.jit
+def e2m1_bytes(counts, y, ROWS: tl.constexpr, N: tl.constexpr, NATIVE: tl.constexpr):
+    """e2m1 codes, four to a word [ROWS, N / 4], from ``e2m1_count`` [ROWS, N] and, for the sign, what was counted. A
+    NaN that a GPU's arithmetic made is positive."""
+    if not NATIVE:
+        y = tl.where(y == y, y, 0.0)
+    c0, c1, c2, c3 = quarters(counts, ROWS, N)
+    y0, y1, y2, y3 = quarters(y.to(tl.int32, bitcast=True), ROWS, N)
+    magnitudes = byte_word(c0, c1, c2, c3, 0, NATIVE)
+    signs = byte_word(y0, y1, y2, y3, 3, NATIVE)
+    return (magnitudes & 0x07070707) | ((signs >> 4) & 0x08080808)
 
 
 @triton.jit
@@ -195,7 +235,32 @@ _CONVERT = (
     "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}.f32 lo, $2, $1; cvt.rn.satfinite.{0}.f32 hi, $4, $3; "
     "mov.b32 $0, {{lo, hi}}; }}"
 )
+TO_E4M3X1 = tl.constexpr(
+    "{ .reg .b16 code; .reg .f32 zero; mov.f32 zero, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 code, zero, $1; "
+    "cvt.u32.u16 $0, code; }"
+)
 TO_E4M3X4, TO_E5M2X4 = tl.constexpr(_CONVERT.format("e4m3x2")), tl.constexpr(_CONVERT.format("e5m2x2"))
+
+
+_PERMUTE = (
+    "{{ .reg .b32 low, high; prmt.b32 low, $1, $2, {0}; prmt.b32 high, $3, $4, {0}; prmt.b32 $0, low, high, 0x5410; }}"
+)
+LOW_BYTES, TOP_BYTES = tl.constexpr(_PERMUTE.format("0x0040")), tl.constexpr(_PERMUTE.format("0x0073"))
+
+
+@triton.jit
+def byte_word(x0, x1, x2, x3, BYTE: tl.constexpr, NATIVE: tl.constexpr):
+    """Byte 0 or 3 of four int32 in one word."""
+    tl.static_assert(BYTE == 0 or BYTE == 3)
+    if NATIVE:
+        word = tl.inline_asm_elementwise(
+            TOP_BYTES if BYTE else LOW_BYTES, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        SHIFT: tl.constexpr = 8 * BYTE
+        word = ((x0 >> SHIFT) & 0xFF) | (((x1 >> SHIFT) & 0xFF) << 8)
+        word = word | (((x2 >> SHIFT) & 0xFF) << 16) | (((x3 >> SHIFT) & 0xFF) << 24)
+    return word
 
 
 @triton.jit
@@ -237,6 +302,40 @@ def e4m3_values(word, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def load_sixteens(source, mask, ROWS: tl.constexpr, D: tl.constexpr):
+    """x [ROWS, D] at pointers ``source`` [ROWS] with sixteen neighbours in a thread, whose codes are 16 bytes of fp8,
+    three words of e2m3 or a block of nvfp4. A load of 16 bytes takes eight, so: two loads."""
+    i = tl.arange(0, D // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    at = source[:, None, None] + i[None, :, :]
+    keep = mask[:, None, None]
+    low, high = tl.load(at, mask=keep, other=0), tl.load(at + 8, mask=keep, other=0)
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (ROWS, D))
+
+
+@triton.jit
+def addressed_once(row, mask):
+    """Pointers to int32 and their mask, as they are. The compiler takes them to another layout through shared memory:
+    otherwise it works them out again there, from the slots on: some 20 instructions for each of a thread's rows."""
+    address = tl.where(mask, row.to(tl.int64), 0)
+    address = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1)
+    return address.to(tl.pointer_type(tl.int32)), address != 0
+
+
+@triton.jit
+def e2m3_word(D: tl.constexpr):
+    """[1, D / 4]: the words of a row, three of sixteen elements, each fourth place empty. A thread packs three words,
+    but neighbouring threads store neighbouring words: stored three apart they would reach every 32-byte sector three
+    times, in part."""
+    i = tl.arange(0, D // 4)[None, :]
+    return 3 * (i // 4) + i % 4
+
+
+@triton.jit
+def e2m3_is_word(D: tl.constexpr):
+    return tl.arange(0, D // 4)[None, :] % 4 < 3
+
+
+@triton.jit
 def block_scale_code(y, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexpr):
     """``NvFp4Format.block_scales`` of y [ROWS, D]: e4m3(amax / 6) of every 16 elements, NaN not counted (a GPU's max
     leaves it out), as int32 [ROWS, D / 16]."""
@@ -249,9 +348,10 @@ def block_scale_code(y, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.constexp
         amax = tl.minimum(amax, 65536.0)  # far beyond what saturates, and no Inf to correct
         sixth: tl.constexpr = 1 / 6
         sixths = corrected(corrected(amax * sixth, amax, 6.0, sixth), amax, 6.0, sixth)
+        code = tl.inline_asm_elementwise(TO_E4M3X1, "=r,f", [sixths], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        sixths = tl.div_rn(amax, 6.0)
-    return e4m3_code(sixths)
+        code = e4m3_code(tl.div_rn(amax, 6.0))
+    return code
 
 
 @triton.jit
@@ -260,14 +360,16 @@ def over_block_scale(y, code, ROWS: tl.constexpr, D: tl.constexpr, NATIVE: tl.co
 
     One correction of the quotient is enough here: a boundary times a block scale is exact in fp32, and the fp32 numbers
     beside it are further from it than the rounding of the quotient reaches. Of what overflows it makes NaN, which
-    ``e2m1_code`` takes for the largest value too.
+    ``e2m1_count`` takes for the largest value too.
     """
-    scale = e4m3_value(code)
+    scale, _, _, _ = e4m3_values(code, NATIVE)
     divisor = tl.where(scale == 0, 1.0, scale)
     blocks = tl.reshape(y, (ROWS, D // 16, 16))
     divisor = divisor[:, :, None]
     if NATIVE:
-        reciprocal = 1.0 / divisor  # to an ulp or two
+        reciprocal = tl.inline_asm_elementwise(  # to an ulp
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
         blocks = corrected(blocks * reciprocal, blocks, divisor, reciprocal)
     else:
         blocks = tl.div_rn(blocks, divisor)
@@ -298,18 +400,18 @@ def store_rows(
         word = (word & 0x003F003F) | ((word >> 2) & 0x0FC00FC0)
         group = (word & 0xFFF) | ((word >> 4) & 0xFFF000)
         g0, g1, g2, g3 = quarters(group, ROWS, D // 4)
-        at = row[:, None] + 3 * tl.arange(0, D // 16)[None, :]
-        tl.store(at, g0 | (g1 << 24), mask=keep)
-        tl.store(at + 1, ((g1 >> 8) & 0xFFFF) | (g2 << 16), mask=keep)
-        tl.store(at + 2, ((g2 >> 16) & 0xFF) | (g3 << 8), mask=keep)
+        w1, w2 = ((g1 >> 8) & 0xFFFF) | (g2 << 16), ((g2 >> 16) & 0xFF) | (g3 << 8)
+        words = joined_4(g0 | (g1 << 24), w1, w2, w2, ROWS, D // 4)
+        if NATIVE:
+            row, mask = addressed_once(row, mask)
+        tl.store(row[:, None] + e2m3_word(D), words, mask=mask[:, None] & e2m3_is_word(D))
     elif FORMAT == "nvfp4":
         scale = block_scale_code(y, ROWS, D, NATIVE)
         tl.store(block_row[:, None] + tl.arange(0, D // 16)[None, :], scale.to(tl.uint8), mask=keep)
-        code = e2m1_code(over_block_scale(y, scale, ROWS, D, NATIVE), y, NATIVE)
-        c0, c1 = halves(code, ROWS, D)
-        c0, c1 = halves(c0 + (c1 << 4), ROWS, D // 2)  # a shift and an addition are one instruction
-        c0, c1 = halves(c0 + (c1 << 8), ROWS, D // 4)
-        tl.store(row[:, None] + tl.arange(0, D // 8)[None, :], c0 + (c1 << 16), mask=keep)
+        c0, c1 = halves(e2m1_count(over_block_scale(y, scale, ROWS, D, NATIVE), NATIVE), ROWS, D)
+        y0, y1 = halves(y, ROWS, D)
+        even, odd = e2m1_bytes(c0, y0, ROWS, D // 2, NATIVE), e2m1_bytes(c1, y1, ROWS, D // 2, NATIVE)
+        tl.store(row[:, None] + tl.arange(0, D // 8)[None, :], even | (odd << 4), mask=keep)
     else:
         tl.static_assert(FORMAT == "bf16" or FORMAT == "fp16")
         c0, c1 = halves(bf16_code(y) if FORMAT == "bf16" else fp16_code(y), ROWS, D)
@@ -333,10 +435,10 @@ def load_rows(row, block_row, mask, FORMAT: tl.constexpr, ROWS: tl.constexpr, D:
         x3 = ((word >> 16) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         y = joined_4(x0, x1, x2, x3, ROWS, D)
     elif FORMAT == "e2m3":
-        at = row[:, None] + 3 * tl.arange(0, D // 16)[None, :]
-        w0 = tl.load(at, mask=keep, other=0)
-        w1 = tl.load(at + 1, mask=keep, other=0)
-        w2 = tl.load(at + 2, mask=keep, other=0)
+        if NATIVE:
+            row, mask = addressed_once(row, mask)
+        words = tl.load(row[:, None] + e2m3_word(D), mask=mask[:, None] & e2m3_is_word(D), other=0)
+        w0, w1, w2, _ = quarters(words, ROWS, D // 4)
         g1 = ((w0 >> 24) & 0xFF) | (w1 << 8)
         g2 = ((w1 >> 16) & 0xFFFF) | (w2 << 16)
         group = joined_4(w0, g1, g2, w2 >> 8, ROWS, D // 4)  # of which the low 24 bits count

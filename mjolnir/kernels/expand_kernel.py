@@ -20,8 +20,8 @@ def _expand_side(
     FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, OUT_FORMAT: tl.constexpr, OUT_PER_CHANNEL: tl.constexpr,
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)  # 64-bit, so that no stride times an index overflows
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(0).to(tl.int64)  # 64-bit, so that no stride times an index overflows
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_page = row % PAGE_SIZE
     page = tl.load(pages + row // PAGE_SIZE, mask=row < num_rows, other=-1).to(tl.int64)
     out_page = tl.load(out_pages + row // PAGE_SIZE, mask=row < num_rows, other=-1).to(tl.int64)
@@ -30,9 +30,16 @@ def _expand_side(
     source = cache + head * head_stride + page * page_stride + in_page.to(tl.int64) * row_stride
     block_source = blocks + head * block_head + page * block_page + in_page.to(tl.int64) * block_row
     values = load_rows(source, block_source, live, FORMAT, ROWS, D, NATIVE)
-    values *= head_scale(scale + head * scale_head, scale_channel, PER_CHANNEL, D)
+    factor = head_scale(scale + head * scale_head, scale_channel, PER_CHANNEL, D)
     divisor = head_scale(out_scale + head * out_scale_head, out_scale_channel, OUT_PER_CHANNEL, D)
-    y = quotient(values, divisor, OUT_FORMAT, OUT_PER_CHANNEL, NATIVE)
+    if OUT_FORMAT == "fp8" and (FORMAT == "fp8" or FORMAT == "e2m3") and not PER_CHANNEL and not OUT_PER_CHANNEL:
+        # Under one descale these values are fp8 values, which two roundings to fp32 leave next to.
+        if (factor == divisor) & (tl.abs(factor) > 2.0**-60) & (tl.abs(factor) < 2.0**60):
+            y = values
+        else:
+            y = quotient(values * factor, divisor, OUT_FORMAT, OUT_PER_CHANNEL, NATIVE)
+    else:
+        y = quotient(values * factor, divisor, OUT_FORMAT, OUT_PER_CHANNEL, NATIVE)
     out_page = tl.where(live, out_page, 0)
     target = out + head * out_head + out_page * out_page_stride + in_page.to(tl.int64) * out_row
     store_rows(target, target, live, y, OUT_FORMAT, ROWS, D, NATIVE)  # no output format has block scales
@@ -83,7 +90,7 @@ def launch_expand(layout: Layout, k: Side, v: Side, pages: torch.Tensor, out_pag
     for source, target, side in ((k_pages, k_out, k), (v_pages, v_out, v)):
         out = cache_arguments(target, side.out)
         arguments += [*cache_arguments(source, side.cache), *out[:4], *out[8:]]  # all but block scales
-    expand_pages_kernel[(triton.cdiv(rows, tile.rows), k_pages.num_kv_heads, 2)](
+    expand_pages_kernel[(k_pages.num_kv_heads, triton.cdiv(rows, tile.rows), 2)](
         *arguments,
         pages,
         out_pages,

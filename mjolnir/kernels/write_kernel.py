@@ -1,7 +1,8 @@
 """Writing K and V into the pages of a cache, in Triton.
 
-A program moves a tile of tokens of one KV head, so that its descales, and their reciprocals, are worked out once. K and
-V go in one launch: the last index of the grid picks the side.
+A program moves a tile of tokens of one KV head, so that its descales, and their reciprocals, are worked out once. The
+heads of the same tokens, neighbours in memory, are neighbours in the grid. K and V go in one launch: the last index of
+the grid picks the side.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mjolnir.formats.in_triton import head_scale, quotient, store_rows, widened
+from mjolnir.formats.in_triton import head_scale, load_sixteens, quotient, store_rows, widened
 from mjolnir.kernels.triton_launch import cache_arguments, native, tile_of
 from mjolnir.write import Layout, Side
 
@@ -24,14 +25,19 @@ def _write_side(
     FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)  # 64-bit, so that no stride times an index overflows
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    head = tl.program_id(0).to(tl.int64)  # 64-bit, so that no stride times an index overflows
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = token < num_tokens
+    slot = tl.load(slots + token, mask=there, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
     source = x + head * x_head + token.to(tl.int64) * x_token
-    values = widened(tl.load(source[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0))
+    # Masked by the number of tokens alone: rows and slots are loaded at the same time.
+    if D < 16 or FORMAT == "bf16" or FORMAT == "fp16":
+        values = widened(tl.load(source[:, None] + tl.arange(0, D)[None, :], mask=there[:, None], other=0))
+    else:
+        values = widened(load_sixteens(source, there, ROWS, D))
     divisor = head_scale(scale + head * scale_head, scale_channel, PER_CHANNEL, D)
-    y = quotient(values, divisor, FORMAT, PER_CHANNEL, NATIVE)
+    y = quotient(values, divisor, FORMAT, PER_CHANNEL, NATIVE, x.dtype.element_ty != tl.float32)
     slot = tl.where(live, slot, 0)
     page, in_page = slot // PAGE_SIZE, slot % PAGE_SIZE
     target = cache + head * head_stride + page * page_stride + in_page * row_stride
@@ -71,7 +77,7 @@ def launch_write(layout: Layout, key: Side, value: Side, slots: torch.Tensor) ->
     sides: list[Any] = []
     for pages, strides, side in ((k_pages, layout.key_strides, key), (v_pages, layout.value_strides, value)):
         sides += [side.rows, *strides, *cache_arguments(pages, side.cache)]
-    write_kv_kernel[(triton.cdiv(len(slots), tile.rows), k_pages.num_kv_heads, 2)](
+    write_kv_kernel[(k_pages.num_kv_heads, triton.cdiv(len(slots), tile.rows), 2)](
         *sides,
         slots,
         len(slots),
