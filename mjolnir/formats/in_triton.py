@@ -313,11 +313,12 @@ def load_sixteens(source, mask, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def addressed_once(row, mask):
-    """Pointers to int32 and their mask, as they are. The compiler takes them to another layout through shared memory:
-    otherwise it works them out again there, from the slots on: some 20 instructions for each of a thread's rows."""
-    address = tl.where(mask, row.to(tl.int64), 0)
-    address = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1)
+def addressed_once(row, mask, ROWS: tl.constexpr):
+    """Pointers to int32 and their mask, as they are: a sum along an axis of one. The compiler takes a sum to another
+    layout through shared memory, and would work out pointers there again, from the slots on: some 20 instructions for
+    each of a thread's rows."""
+    address = tl.reshape(tl.where(mask, row.to(tl.int64), 0), (1, ROWS))
+    address = tl.reshape(tl.cumsum(address, axis=0), (ROWS,))
     return address.to(tl.pointer_type(tl.int32)), address != 0
 
 
@@ -402,8 +403,7 @@ def store_rows(
         g0, g1, g2, g3 = quarters(group, ROWS, D // 4)
         w1, w2 = ((g1 >> 8) & 0xFFFF) | (g2 << 16), ((g2 >> 16) & 0xFF) | (g3 << 8)
         words = joined_4(g0 | (g1 << 24), w1, w2, w2, ROWS, D // 4)
-        if NATIVE:
-            row, mask = addressed_once(row, mask)
+        row, mask = addressed_once(row, mask, ROWS)
         tl.store(row[:, None] + e2m3_word(D), words, mask=mask[:, None] & e2m3_is_word(D))
     elif FORMAT == "nvfp4":
         scale = block_scale_code(y, ROWS, D, NATIVE)
@@ -435,9 +435,7 @@ def load_rows(row, block_row, mask, FORMAT: tl.constexpr, ROWS: tl.constexpr, D:
         x3 = ((word >> 16) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         y = joined_4(x0, x1, x2, x3, ROWS, D)
     elif FORMAT == "e2m3":
-        if NATIVE:
-            row, mask = addressed_once(row, mask)
-        words = tl.load(row[:, None] + e2m3_word(D), mask=mask[:, None] & e2m3_is_word(D), other=0)
+        words = tl.load(row[:, None] + e2m3_word(D), mask=keep & e2m3_is_word(D), other=0)
         w0, w1, w2, _ = quarters(words, ROWS, D // 4)
         g1 = ((w0 >> 24) & 0xFF) | (w1 << 8)
         g2 = ((w1 >> 16) & 0xFFFF) | (w2 << 16)
