@@ -13,6 +13,7 @@ import torch
 
 from mjolnir.checks import scale_view
 from mjolnir.formats import get_format
+from mjolnir.formats.base import over
 from mjolnir.signature import RunnerShape, Signature
 from mjolnir.write import has_triton
 
@@ -41,7 +42,7 @@ def quantise_query(
     x = x.reshape(num_seqs, q_len, num_kv_heads, -1, shape[-1])
     size = x.abs()
     amax = torch.where(size.isfinite(), size, 0).amax((1, 3, 4))
-    descale = amax / fp8.max_value
+    descale = over(amax, fp8.max_value)
     values = fp8.decode(fp8.encode(x, descale[:, None, :, None, None]))
     return values.to(query.dtype).reshape(shape), descale
 

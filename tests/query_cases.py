@@ -18,11 +18,13 @@ def check_query(device: torch.device | str) -> None:
         check_query_case(q_len, group, d, seed, device)
 
 
-def check_query_case(q_len: int, group: int, d: int, seed: int, device: torch.device | str) -> None:
+def check_query_case(q_len: int, group: int, d: int, seed: int, device: torch.device | str, num_seqs: int = 3) -> None:
+    """The kernel's values and descales, and those of the definition on the same device, are the definition's on the
+    CPU."""
     from mjolnir.kernels.query_kernel import launch_quantise
 
     gen = torch.Generator().manual_seed(seed)
-    kv_heads, num_seqs = 2, 3
+    kv_heads = 2
     heads, dtype = kv_heads * group, (torch.bfloat16, torch.float16)[seed % 2]
     packed = torch.randn(num_seqs * q_len, heads * d + 32, generator=gen) * 10 ** (seed % 5 - 2)
     query = packed[:, 16:-16].to(dtype).unflatten(1, (heads, d))
@@ -33,12 +35,15 @@ def check_query_case(q_len: int, group: int, d: int, seed: int, device: torch.de
     want, descale = quantise_query(query, q_mul, num_seqs, q_len, kv_heads)
     view = scale_view("k_scale", k_scale, num_seqs, kv_heads)
     query, k_on_device = query.to(device), k_scale.to(device)
+    q_mul = None if q_mul is None else q_mul.to(device)
     strides = scale_view("k_scale", k_on_device, num_seqs, kv_heads).stride()
     out = torch.full((num_seqs * q_len, heads, d), 7.0, dtype=dtype, device=device)
     scale = torch.empty(num_seqs, kv_heads, device=device)
     launch_quantise(
-        query, (query.stride(0), query.stride(1)), None if q_mul is None else q_mul.to(device), k_on_device,
-        strides, out, scale, q_len,
+        query, (query.stride(0), query.stride(1)), q_mul, k_on_device, strides, out, scale, q_len
     )  # fmt: skip
     torch.testing.assert_close(out.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(scale.cpu(), view * descale, rtol=0, atol=0)
+    values, own_descale = quantise_query(query, q_mul, num_seqs, q_len, kv_heads)
+    torch.testing.assert_close(values.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(own_descale.cpu(), descale, rtol=0, atol=0)

@@ -10,6 +10,7 @@ import query_cases
 import torch
 import writers_cases as cases
 from running import assert_oracle, launch, make_outputs, make_problem, make_runner
+from test_cuda_arithmetic import beside_boundaries
 from writers_cases import Pool
 
 import mjolnir
@@ -41,6 +42,20 @@ def test_every_expansion() -> None:
 
 def test_quantised_queries() -> None:
     query_cases.check_query("cuda")
+
+
+@pytest.mark.parametrize("seed", range(30))  # dtype, q_mul, descales and size go through 2, 3, 3 and 5 of them
+def test_quantised_queries_of_many_sequences(seed: int) -> None:
+    """So many descales that one an ulp off shows, the definition's own on a GPU included."""
+    query_cases.check_query_case(1, 4, 128, seed, "cuda", num_seqs=256)
+
+
+def test_block_scales_are_those_of_the_cpu() -> None:
+    """The codec on a GPU, of every amax that is on a rounding boundary or beside it."""
+    x, fmt = beside_boundaries(), get_format("nvfp4")
+    made, want = fmt.block_scales(x.cuda(), torch.ones(1).cuda()), fmt.block_scales(x, torch.ones(1))
+    assert made is not None and want is not None
+    assert torch.equal(as_bits(made).cpu(), as_bits(want))
 
 
 def pool_of(name: str, seed: int = 0, num_pages: int = 40) -> Pool:
@@ -162,7 +177,7 @@ def test_what_the_benchmark_times_is_checked() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     made = [writes.writes(formats, tokens, device) for formats, tokens in itertools.product(writes.WRITES, (1, 300))]
     made += [writes.expansions(names, pages, device) for names, pages in itertools.product(writes.EXPANSIONS, (1, 8))]
-    made += [writes.queries(seqs, device) for seqs in (1, 64)]
+    made += [writes.queries(seqs, device) for seqs in (1, 64, 256)]
     for calls in made:
         calls.call(0)
         torch.cuda.synchronize()

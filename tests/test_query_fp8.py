@@ -16,6 +16,21 @@ def test_the_kernel_gives_pytorch_s_values_under_the_interpreter() -> None:
     interpret("import query_cases as q\nq.check_query('cpu')")
 
 
+def test_the_benchmark_s_check_under_the_interpreter() -> None:
+    """With the division of PyTorch's CUDA kernels around the definition; and what is wrong is counted."""
+    interpret(
+        "from mjolnir.bench import writes\n"
+        "from test_cuda_arithmetic import CudaDivision\n"
+        "calls = writes.queries(2, torch.device('cpu'))\n"
+        "out = calls.call(0)\n"
+        "with CudaDivision(): calls.check()\n"
+        "out[0, 0, :3] += 1000\n"
+        "try: calls.check()\n"
+        "except ArithmeticError as error: assert str(error).startswith('3 of 8192 values of')\n"
+        "else: raise SystemExit(1)"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_are_e4m3_of_each_sequence_and_head(dtype: torch.dtype) -> None:
     """Against NumPy and ml_dtypes, one sequence and KV head at a time."""

@@ -15,6 +15,7 @@ from mjolnir.accuracy.setting import Setting
 from mjolnir.calibration.scales import KvScales, LayerScales
 from mjolnir.demo.model import Attend, causal_attention
 from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats.base import over
 from mjolnir.page_views import broadcastable
 
 
@@ -29,7 +30,7 @@ def round_trip_query(query: Tensor, num_kv_heads: int) -> Tensor:
     """A query (tokens, h_q, d) as ``q_mode="fp8"`` makes it of each token: e4m3 with a descale per KV head."""
     fp8 = get_format("fp8")
     rows = query.float().unflatten(1, (num_kv_heads, -1))
-    scale = rows.abs().amax((2, 3), keepdim=True) / fp8.max_value
+    scale = over(rows.abs().amax((2, 3), keepdim=True), fp8.max_value)
     return (fp8.decode(fp8.encode(rows, scale)) * scale).flatten(1, 2)
 
 

@@ -141,5 +141,11 @@ class KvFormat(abc.ABC):
             raise ValueError(f"a {self.name} cache {wanted} block scales, got block_scale={type(block_scale).__name__}")
 
 
+def over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number rounded to nearest, on every device. By a Python number PyTorch's CUDA kernel does not divide: it
+    multiplies by the reciprocal (ATen/native/cuda/BinaryDivTrueKernel.cu), an ulp off for half of all amax / 448."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def _quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     return x / torch.where(divisor == 0, 1.0, divisor)

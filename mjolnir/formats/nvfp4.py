@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mjolnir.formats.base import KvFormat
+from mjolnir.formats.base import KvFormat, over
 from mjolnir.formats.fp8 import FP8
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,7 +23,7 @@ class NvFp4Format(KvFormat):
         """e4m3(amax / 6) of each block of x / scale: NaN elements do not count, and what is past 448 saturates."""
         blocks = self._divide(x, scale).unflatten(-1, (-1, BLOCK)).abs()
         amax = blocks.nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
-        return FP8.encode(amax / self.max_value, torch.ones((), device=x.device))
+        return FP8.encode(over(amax, self.max_value), torch.ones((), device=x.device))
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         magnitude = x.abs().nan_to_num(nan=self.max_value).clamp(max=self.max_value)
