@@ -202,7 +202,7 @@ PTX = SimpleNamespace(
 SUMS = kernel_text(epilogue, "empty_sum", "add_parts")
 TEXT = kernel_text(
     split, "conclude", "arrive", "merge", "slots", "add_slots", "values_address", "stats_address", "slot_of",
-    ptx=PTX, **vars(SUMS),
+    ptx=PTX, Teams=split.Teams, Level=split.Level, **vars(SUMS),
 )  # fmt: skip
 PLACES = kernel_text(work, "two_by_two")
 

@@ -15,7 +15,7 @@ at the price of a fence and an atomic, and whichever is the last merges. The ord
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,6 +25,28 @@ from mjolnir.kernels import ptx
 from mjolnir.kernels.epilogue import Epilogue, add_parts, empty_sum
 from mjolnir.kernels.geometry import LOADS_IN_FLIGHT, LOG2_TEAM, UNSET
 from mjolnir.kernels.softmax import NEG_INF
+
+
+class Teams(NamedTuple):
+    """How the splits of an item are merged, as one row of it sees that. Rows are of the plan."""
+
+    begin_row: Int32
+    team_size: Int32
+    teams: Int32
+    leader: Int32  # first row of the own team
+    members: Int32  # of the own team
+    waits: Int32
+    alone: Int32  # 1: the last team has one member, which leaves its result where a split's lies
+
+
+class Level(NamedTuple):
+    """Slots that are summed: first, second, second + stride, …; that of part ``lone`` is the one before."""
+
+    parts: Int32
+    first: Int32
+    second: Int32
+    stride: Int32
+    lone: Int32
 
 
 class SplitMerge(Epilogue):
@@ -46,8 +68,8 @@ class SplitMerge(Epilogue):
         members = cutlass.min(splits - team * team_size, team_size)
         team_slot = 2 * (leader + step) + 1 if team == 0 else 2 * leader + 1
         team_slot = team_slot if teams > 1 else Int32(-1)
-        # The last team may have one member, which leaves its result where a split's lies.
         alone = Int32(1) if splits - (teams - 1) * team_size == 1 else Int32(0)
+        shared = Teams(begin_row, team_size, teams, leader, members, waits, alone)
 
         # A pass adds up this row's warps (``own``) and the slots of levels first_level … end_level - 1: 0 is the
         # members of the team, 1 the teams. One body for all passes: code that runs once a launch is code to fetch.
@@ -59,7 +81,7 @@ class SplitMerge(Epilogue):
             target = Int32(-1) if split == splits - 1 else team_slot
         going = Int32(1)
         while going == 1:
-            self.merge(own, first_level, end_level, target, waits, begin_row, team_size, teams, leader, members, alone)
+            self.merge(own, first_level, end_level, target, shared)
             going = Int32(0)
             if target >= 0 and waits == 0:
                 in_team = own == 1 and members > 1
@@ -82,7 +104,7 @@ class SplitMerge(Epilogue):
         return ptx.lds_b32(self.flag)
 
     @cute.jit
-    def merge(self, own, first_level, end_level, target, waits, begin_row, team_size, teams, leader, members, alone):
+    def merge(self, own, first_level, end_level, target, teams):
         """One pass: the result goes to slot ``target``, or is O where that is negative."""
         v_factor = self.v_factor()
         self.sync()
@@ -92,8 +114,8 @@ class SplitMerge(Epilogue):
             if own == 1:
                 self.add_warps(state, row, mult)
             for level in cutlass.range(first_level, end_level, unroll=1):
-                slots = self.slots(level, waits, begin_row, team_size, teams, leader, members, alone)
-                for first in cutlass.range(0, slots[0], LOADS_IN_FLIGHT, unroll=1):
+                slots = self.slots(level, teams)
+                for first in cutlass.range(0, slots.parts, LOADS_IN_FLIGHT, unroll=1):
                     self.add_slots(state, slots, first, row, mult)
             if target < 0:
                 self.finish_row(row, state, mult, v_factor)
@@ -106,24 +128,25 @@ class SplitMerge(Epilogue):
         # A row's m and l were read by all of its threads, which are past that now.
         unset = ptx.int_as_float(Int32(UNSET))
         for level in cutlass.range(first_level, end_level, unroll=1):
-            slots = self.slots(level, waits, begin_row, team_size, teams, leader, members, alone)
-            for i in cutlass.range(self.element // 4, slots[0], self.geo.head_size // 4, unroll=1):
+            slots = self.slots(level, teams)
+            for i in cutlass.range(self.element // 4, slots.parts, self.geo.head_size // 4, unroll=1):
                 for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
                     ptx.st_relaxed_f32x2(self.stats_address(slot_of(slots, i), row), unset, unset)
 
     @cute.jit
-    def slots(self, level, waits, begin_row, team_size, teams, leader, members, alone):
-        """(count, first, second, stride, lone) of a level, see ``slot_of``; without this row's own where it waits for
-        the others, and then is the last."""
+    def slots(self, level, teams):
+        """The slots of a level; without this row's own where it waits for the others, and then is the last."""
         in_team = level == 0
-        count = (members if in_team else teams) - waits
+        parts = (teams.members if in_team else teams.teams) - teams.waits
         first = (
-            (2 * leader + 1 if leader == begin_row else 2 * leader) if in_team else 2 * (begin_row + self.halves) + 1
+            (2 * teams.leader + 1 if teams.leader == teams.begin_row else 2 * teams.leader)
+            if in_team
+            else 2 * (teams.begin_row + self.halves) + 1
         )
-        stride = 2 * self.halves if in_team else 2 * self.halves * team_size
-        second = 2 * leader + stride if in_team else 2 * begin_row + stride + 1
-        lone = teams - 1 if level == 1 and waits == 0 and alone == 1 else Int32(-1)
-        return count, first, second, stride, lone
+        stride = 2 * self.halves if in_team else 2 * self.halves * teams.team_size
+        second = 2 * teams.leader + stride if in_team else 2 * teams.begin_row + stride + 1
+        lone = teams.teams - 1 if level == 1 and teams.waits == 0 and teams.alone == 1 else Int32(-1)
+        return Level(parts, first, second, stride, lone)
 
     @cute.jit
     def add_slots(self, state, slots, first, row, mult):
@@ -144,13 +167,13 @@ class SplitMerge(Epilogue):
                 missing = Int32(1) if unset else missing
         ms, ls, values = [], [], []
         for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            ms.append(parts[6 * j] if first + j < slots[0] else Float32(NEG_INF))
+            ms.append(parts[6 * j] if first + j < slots.parts else Float32(NEG_INF))
             ls.append(parts[6 * j + 1])
             values.append([parts[6 * j + 2 + e] for e in range(4)])
         add_parts(state, ms, ls, values, mult)
         nothing = [ptx.int_as_float(Int32(UNSET))] * 4
         for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if first + j < slots[0]:
+            if first + j < slots.parts:
                 ptx.st_relaxed_f32x4(self.values_address(slot_of(slots, first + j), row), nothing)
 
     def values_address(self, slot: Any, row: Any) -> Any:
@@ -166,9 +189,7 @@ class SplitMerge(Epilogue):
 
 @cute.jit
 def slot_of(slots, i):
-    """The slot of part i of a level: first, second, second + stride, …; the last one again past the end; of part
-    ``lone`` the one before."""
-    count, first, second, stride, lone = slots
-    i = cutlass.min(i, count - 1)
-    slot = first if i == 0 else second + (i - 1) * stride
-    return slot - 1 if i == lone else slot
+    """The slot of part i of a level; past the end the last one again."""
+    i = cutlass.min(i, slots.parts - 1)
+    slot = slots.first if i == 0 else slots.second + (i - 1) * slots.stride
+    return slot - 1 if i == slots.lone else slot
