@@ -7,11 +7,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+Checked = TypeVar("Checked")
+
+MAX_LAYOUTS = 256
+"""Layouts of tensors that are remembered; a model has a few."""
+
+
+def remember(known: dict[Any, Checked], layout: Any, checked: Checked) -> Checked:
+    """Keep what was found out about a layout, so that the next call with it need not; a full ``known`` forgets all."""
+    if len(known) >= MAX_LAYOUTS:
+        known.clear()
+    known[layout] = checked
+    return checked
 
 
 def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mjolnir.checks import check_choice, check_tensor
+from mjolnir.checks import check_choice, check_tensor, remember
 from mjolnir.formats import get_format
 from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable, layout_of
-from mjolnir.write import MAX_PREPARED, has_triton
+from mjolnir.write import has_triton
 
 OUT_FORMATS = ("bf16", "fp16", "fp8")
 
@@ -116,9 +116,7 @@ def expand_pages(
     else:
         expand_in_torch(layout, *sides, pages, out_pages)
     if first:
-        if len(_checked) >= MAX_PREPARED:
-            _checked.clear()
-        _checked[asked] = layout
+        remember(_checked, asked, layout)
 
 
 def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str, out_format: str) -> Layout:

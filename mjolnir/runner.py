@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
-from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths
+from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, remember
 from mjolnir.formats import get_format
 from mjolnir.query_fp8 import QueryQuantiser
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature, layout_key, needs_q_split
@@ -34,9 +34,6 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.
 
 INT32_MAX = 2**31 - 1
 FLT_MAX = (2 - 2**-23) * 2.0**127
-
-MAX_PREPARED = 256
-"""Layouts a runner remembers; a model has a few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,36 +354,28 @@ class DecodeRunner:
 
     def _check_given(self, plan: StepPlan, *tensors: Any) -> Signature:
         """The signature of ``run``'s own tensors, where others are made of them."""
-        try:
-            key = layout_key(tensors)
-        except AttributeError:  # not a tensor: the check says which
-            Signature.check(self._shape, self.device, *tensors)
-            raise
-        given = self._given.get(key)
-        if given is None:
-            given = Signature.check(self._shape, self.device, *tensors)
-            if len(self._given) >= MAX_PREPARED:
-                self._given.clear()
-            self._given[key] = given
+        key = self._layout_key(tensors)
+        given = self._given.get(key) or remember(self._given, key, Signature.check(self._shape, self.device, *tensors))
         given.check_step(plan.num_seqs, plan.q_len)
         return given
 
     def _prepare(self, plan: StepPlan, *tensors: Any) -> tuple[Signature, Any]:
         """The checked layout of ``run``'s tensors and, on a GPU, the kernel for it: made once per layout."""
-        try:
-            key = (plan.q_len, plan.causal, layout_key(tensors))
-        except AttributeError:  # not a tensor: the check says which
-            Signature.check(self._shape, self.device, *tensors)
-            raise
+        key = (plan.q_len, plan.causal, self._layout_key(tensors))
         prepared = self._prepared.get(key)
         if prepared is None:
             signature = Signature.check(self._shape, self.device, *tensors)
             launch = self._cute.prepare(signature, plan.q_len, plan.causal) if self._cute is not None else None
-            if len(self._prepared) >= MAX_PREPARED:
-                self._prepared.clear()
-            prepared = self._prepared[key] = (signature, launch)
+            prepared = remember(self._prepared, key, (signature, launch))
         prepared[0].check_step(plan.num_seqs, plan.q_len)
         return prepared
+
+    def _layout_key(self, tensors: tuple[Any, ...]) -> tuple[object, ...]:
+        try:
+            return layout_key(tensors)
+        except AttributeError:  # not a tensor: the check says which
+            Signature.check(self._shape, self.device, *tensors)
+            raise
 
     def precompile(self, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernels of every q_len up to max_q_len, and the one that plans on the device where Triton

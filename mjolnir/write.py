@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
-from mjolnir.checks import check_tensor
+from mjolnir.checks import check_tensor, remember
 from mjolnir.formats import get_format
 from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable, layout_of
 
 logger = logging.getLogger(__name__)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-MAX_PREPARED = 256
-"""Layouts that are remembered; a model has a few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +113,7 @@ def write_kv(
         else:
             write_in_torch(layout, *sides, slot_mapping)
     if first and tokens:
-        if len(_checked) >= MAX_PREPARED:
-            _checked.clear()
-        _checked[asked] = layout
+        remember(_checked, asked, layout)
 
 
 def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str) -> Layout:

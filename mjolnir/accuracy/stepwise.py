@@ -10,10 +10,8 @@ from torch import Tensor
 from mjolnir.accuracy.attend import cached_attention
 from mjolnir.accuracy.setting import Setting
 from mjolnir.calibration.scales import KvScales
-from mjolnir.demo.generate import Difference
-from mjolnir.demo.kv import PagedKVCache
+from mjolnir.demo.generate import CachedDecoder, Difference
 from mjolnir.demo.model import Llama
-from mjolnir.runner import DecodeRunner, StepPlan
 
 PAGE_SIZE = 16
 
@@ -32,44 +30,17 @@ class Agreement:
 
 def decode_logits(model: Llama, setting: Setting, scales: KvScales, text: Tensor) -> Tensor:
     """Logits (tokens, vocabulary) of a text that is decoded one token at a time from an empty cache."""
-    c = model.config
-    runner = DecodeRunner(
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_size=c.head_size,
-        page_size=PAGE_SIZE,
-        out_dtype=torch.bfloat16,
-        max_num_seqs=1,
-        q_mode=setting.q_mode,
+    decoder = CachedDecoder(
+        model,
         kv_format=setting.k_format,
         v_format=setting.v_format,
-        device=model.device,
-    )
-    cache = PagedKVCache(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_size=c.head_size,
+        q_mode=setting.q_mode,
         page_size=PAGE_SIZE,
         max_tokens=len(text),
-        kv_format=setting.k_format,
-        v_format=setting.v_format,
         scales=scales,
-        device=model.device,
+        kv_dtype=torch.bfloat16,
     )
-    logits = []
-    for position, token in enumerate(text):
-        cache.extend(1)
-        plan = runner.plan([cache.length], 1, 1, cache.block_table, cache.seq_lens)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, plan: StepPlan = plan) -> Tensor:
-            cache.write(layer, key.bfloat16(), value.bfloat16())
-            query = query.bfloat16()
-            out = torch.empty_like(query)
-            cache.attend(runner, plan, layer, query, out, c.softmax_scale)
-            return out.to(model.dtype)
-
-        logits.append(model.forward(token.reshape(1), position, attend)[0])
-    return torch.stack(logits)
+    return torch.stack([decoder.step(token) for token in text.tolist()])
 
 
 def check_stepwise(model: Llama, setting: Setting, scales: KvScales, text: Tensor) -> Agreement:

@@ -11,6 +11,7 @@ from mjolnir.bench.pool import KVPool
 from mjolnir.bench.shapes import Shape
 from mjolnir.formats import get_format
 from mjolnir.layouts import KVLayout, split_kv_cache
+from mjolnir.page_views import as_bits
 from mjolnir.reference import decode_attention_oracle
 
 
@@ -79,8 +80,7 @@ class Case:
         pages = self.block_table[seq, : -(-length // self.shape.page_size)].long()
 
         def gathered(t: torch.Tensor) -> torch.Tensor:
-            bits = {1: torch.uint8, 2: torch.int16}[t.element_size()]  # not every operation takes fp8
-            return t.view(bits)[pages].flatten(0, 1).unsqueeze(0).view(t.dtype)
+            return as_bits(t)[pages].flatten(0, 1).unsqueeze(0).view(t.dtype)
 
         k_cache, v_cache = map(gathered, self.caches[slot])
         k_blocks, v_blocks = (None, None) if self.block_scales is None else map(gathered, self.block_scales[slot])

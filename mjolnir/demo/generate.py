@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from mjolnir.calibration.scales import KvScales
 from mjolnir.checks import check_choice, check_positive_int
 from mjolnir.demo.kv import PagedKVCache
 from mjolnir.demo.model import Llama, LlamaConfig, causal_attention
@@ -23,11 +24,25 @@ class CachedDecoder:
 
     Args:
         max_tokens: prompt and answer together.
+        kv_format, v_format, q_mode: as ``DecodeRunner`` takes them.
+        scales: calibrated descales; None: fixed by the prompt.
+        kv_dtype: K and V are rounded to it before the cache quantises them; None: as the model makes them.
     """
 
-    def __init__(self, model: Llama, *, kv_format: str, page_size: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        *,
+        kv_format: str,
+        page_size: int,
+        max_tokens: int,
+        v_format: str | None = None,
+        q_mode: str = "bf16",
+        scales: KvScales | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         c = model.config
-        self.model = model
+        self.model, self.kv_dtype = model, kv_dtype
         self.runner = DecodeRunner(
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
@@ -35,7 +50,9 @@ class CachedDecoder:
             page_size=page_size,
             out_dtype=torch.bfloat16,
             max_num_seqs=1,
+            q_mode=q_mode,
             kv_format=kv_format,
+            v_format=v_format,
             device=model.device,
         )
         self.cache = PagedKVCache(
@@ -45,6 +62,8 @@ class CachedDecoder:
             page_size=page_size,
             max_tokens=max_tokens,
             kv_format=kv_format,
+            v_format=v_format,
+            scales=scales,
             device=model.device,
         )
         self.runner.precompile()  # so that no step waits for it
@@ -53,7 +72,7 @@ class CachedDecoder:
         """Fill the cache with the prompt, attending to its exact K and V. Logits (vocabulary,) of what comes next."""
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self.cache.write(layer, key, value)
+            self._write(layer, key, value)
             return causal_attention(query, key, value, self.model.config.softmax_scale)
 
         self.cache.extend(len(prompt))
@@ -67,13 +86,18 @@ class CachedDecoder:
         plan = runner.plan([cache.length], 1, 1, cache.block_table, cache.seq_lens)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache.write(layer, key, value)
+            self._write(layer, key, value)
             query = query.bfloat16()
             out = torch.empty_like(query)
             cache.attend(runner, plan, layer, query, out, self.model.config.softmax_scale)
             return out.to(self.model.dtype)
 
         return self.model.forward(torch.tensor([token], device=self.model.device), position, attend)[0]
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self.kv_dtype is not None:
+            key, value = key.to(self.kv_dtype), value.to(self.kv_dtype)
+        self.cache.write(layer, key, value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from mjolnir.formats import KvFormat, get_format
 from mjolnir.layouts import KVLayout, split_kv_cache
+from mjolnir.page_views import as_bits
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.runner import DecodeRunner
 from mjolnir.signature import DTYPES
@@ -64,10 +65,9 @@ class Problem:
     def _write(self, fmt: KvFormat, cache: torch.Tensor, block_scale: torch.Tensor | None, rows: torch.Tensor) -> None:
         one = torch.ones(1, device=cache.device)
         blocks = fmt.block_scales(rows, one)
-        raw = torch.uint8 if fmt.storage_dtype.itemsize == 1 else torch.int16  # not every operation takes fp8
-        cache.view(raw)[self.pages, self.slots] = fmt.encode(rows, one, blocks).view(raw)
+        as_bits(cache)[self.pages, self.slots] = as_bits(fmt.encode(rows, one, blocks))
         if block_scale is not None and blocks is not None:
-            block_scale.view(raw)[self.pages, self.slots] = blocks.view(raw)
+            as_bits(block_scale)[self.pages, self.slots] = as_bits(blocks)
 
     def run(self, runner: DecodeRunner) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE with their padding rows, which hold NaN unless something wrote to them."""
