@@ -298,8 +298,26 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "verify.cases": ("verify.json", lambda record: str(len(record["rows"]))),
     "development.gpu-tests": ("development.json", lambda record: str(record["tests"]["passed"])),
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
+    "nvfp4.bad-launches": (
+        "development.json",
+        lambda record: f"{record['nvfp4_block_scales']['asynchronous_arrival']['bad_launches'][0]} of 24",
+    ),
+    "readings.d64-us": ("development.json", lambda record: f"{record['readings']['head_size_64_64x8K']['us']:.0f}"),
+    "readings.round-us": ("development.json", lambda record: f"{_round_us(record):.1f}"),
+    "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
+    "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
     "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
 }
+
+
+def _round_us(record: dict[str, Any]) -> float:
+    """What a second round of tiles costs a short call."""
+    readings = record["readings"]
+    return float(readings["pairs_of_a_cluster_16_tiles"]["us"] - readings["pairs_of_a_cluster_8_tiles"]["us"])
+
+
+def _clusters(record: dict[str, Any]) -> dict[str, Any]:
+    return dict(record["readings"]["ctas_at_once_by_cluster_size"])
 
 
 def _load_json(path: Path) -> Any:
