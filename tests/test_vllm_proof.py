@@ -1,4 +1,4 @@
-"""What the vLLM proof computes by itself: agreement of outputs, expected savings, the weights' order."""
+"""What the vLLM proof does by itself: agreement of outputs, expected savings, the weights' order, its processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "vllm"))
 
 import expected  # noqa: E402
 import models  # noqa: E402
+import proof  # noqa: E402
 from agreement import Generated, compare  # noqa: E402
+from report import summary  # noqa: E402
 
 
 def test_agreement_up_to_a_near_tie() -> None:
@@ -67,3 +69,72 @@ def test_rotary_pairs_in_the_checkpoints_order() -> None:
     """Element i of a head of 4 is paired with i + 2 there, with its neighbour in GGUF."""
     rows = torch.arange(8.0)[:, None].expand(8, 3)
     assert models.halves_first(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_summary_of_what_ended_well_and_badly() -> None:
+    run = {"agreement": compare([], []), "graphs": "FULL_DECODE_ONLY", "model_runner": 2,
+           "steps": {"decode": 40, "capture decode": 3}}  # fmt: skip
+    report = {
+        "errors": {"smollm": "ValueError: no file"},
+        "correctness": {
+            "qwen": {
+                "fp8": {"runs": {"graphs": run}, "errors": {"eager": "RuntimeError: x"}},
+                "nvfp4": {"report": None, "exit": 1, "log": "…"},
+                "bfloat16": None,
+            }
+        },
+        "serve": {"report": {"usage": None, "log": []}, "exit": 1, "log": "…"},
+        "speed": {
+            "CUSTOM": {"rows": [{"batch": 1, "context": 1024, "itl_ms": 5.25}], "errors": {"4x8192": "out of time"}},
+            "FLASH_ATTN": {"report": {"rows": [{"batch": 1, "context": 1024, "itl_ms": 6.0}]}, "exit": -9, "log": ""},
+            "TRITON_ATTN": None,
+        },
+    }
+    lines = summary(report).splitlines()
+    assert lines[0] == "smollm: ValueError: no file"
+    assert lines[1].startswith("qwen fp8 graphs: 0 identical") and lines[1].endswith("runner 2; decode 40")
+    assert lines[2:4] == ["qwen fp8 eager: RuntimeError: x", "qwen nvfp4: exit 1"]
+    assert lines[4] == "serve: None, 0 lines of Mjolnir's; "
+    assert lines[6].split() == ["1", "x", "1024", "5.250", "6.000", "-"]
+    assert lines[7] == "CUSTOM 4x8192: out of time"
+
+
+def test_merge_takes_what_a_killed_process_had(tmp_path: Path) -> None:
+    rows = {"CUSTOM": 5.0, "FLASH_ATTN": 6.5}
+    speed = {
+        name: {"rows": [{"batch": 1, "context": 1024, "itl_ms": ms}], "engine": {"page_size": 16}}
+        for name, ms in rows.items()
+    }
+    speed["FLASH_ATTN"] = {"report": speed["FLASH_ATTN"], "exit": -9, "log": ""}
+    file = tmp_path / "vllm.json"
+    file.write_text(json.dumps({"speed": speed | {"TRITON_ATTN": None}}))
+    merged = proof.merge([file], None)
+    row = merged["speed"]["FLASH_ATTN"]["report"]["rows"][0]
+    assert row["saved_ms"] == 1.5 and row["expected_ms"] is None
+
+
+def test_a_failing_part_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        'import sys\nfrom pathlib import Path\nPath(sys.argv[2]).write_text(\'{"usage": 3, "log": []}\')\n'
+        "sys.exit('broken' if 'bad' in sys.argv else 0)\n"
+    )
+    answer = {"usage": 3, "log": []}
+    made = proof.Proof(tmp_path / "out", gguf=None)
+    monkeypatch.setattr(made, "qwen", lambda: made.start(("correctness", "q", "fp8"), script, "bad"))
+    monkeypatch.setattr(made, "serve", lambda: made.start(("serve",), script))
+    made.run(["qwen", "smollm", "serve"], budget_s=60)
+    report = json.loads((tmp_path / "out" / "vllm.json").read_text())
+    assert report["errors"]["smollm"].startswith("ValueError: --gguf")
+    assert report["correctness"]["q"]["fp8"] == {"report": answer, "exit": 1, "log": "broken\n"}
+    assert report["serve"] == answer
+
+
+def test_a_process_that_outlasts_its_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(proof, "GRACE_S", 0.0)
+    made = proof.Proof(tmp_path / "out", gguf=None)
+    monkeypatch.setattr(made, "qwen", lambda: made.start(("correctness", "q", "fp8"), script))
+    made.run(["qwen"], budget_s=1)
+    assert made.report["correctness"]["q"]["fp8"] == {"report": None, "exit": -9, "log": ""}

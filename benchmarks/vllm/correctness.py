@@ -7,11 +7,13 @@ import json
 import os
 import random
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from agreement import Generated, compare
 from engine import OURS, Engine, reset_step_counts, step_counts
+from report import write_whole
 
 PROMPTS, TOKENS, TOP, DRAFTS = 64, 48, 5, 3
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
@@ -94,13 +96,14 @@ def main() -> None:
     report: dict[str, Any] = {"reference": None, "runs": {}, "errors": {}}
 
     def save() -> None:
-        args.out.write_text(json.dumps(report, indent=1))
+        write_whole(args.out, json.dumps(report, indent=1))
 
     def run(backend: str, name: str) -> list[Generated] | None:
         graphs = {"graphs": "decode", "default": "default"}.get(name.partition("+")[0], "none")
         drafts = DRAFTS if name.endswith("+ngram") else 0
         if name == "shadow":
             os.environ["MJOLNIR_VLLM_SHADOW"] = "16"
+        engine = None
         try:
             # vLLM has no nvfp4 to compare with on this GPU.
             kv = "bfloat16" if backend != OURS and args.kv == "nvfp4" else args.kv
@@ -114,15 +117,17 @@ def main() -> None:
             start = time.perf_counter()
             generated = generate(engine, prompts)
             facts = engine.facts | {"generate_s": round(time.perf_counter() - start, 2), "steps": step_counts()}
-            engine.close()
         except Exception as error:  # one engine's failure must not take the others' results with it
-            report["errors"][name] = f"{type(error).__name__}: {error}"[:2000]
+            traceback.print_exc()
+            report["errors"][name if backend == OURS else "reference"] = f"{type(error).__name__}: {error}"[:2000]
             save()
             if backend != OURS:
                 raise
             return None
         finally:
             os.environ.pop("MJOLNIR_VLLM_SHADOW", None)
+            if engine is not None:
+                engine.close()
         if backend == OURS:
             report["runs"][name] = facts | {"agreement": compare(generated, reference)}
         else:

@@ -55,11 +55,15 @@ class Engine:
                 "method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
             }  # fmt: skip
         start = time.perf_counter()
-        self.llm = LLM(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,
-            attention_config={"backend": backend}, enable_prefix_caching=False, disable_log_stats=True, seed=0,
-            **(args | more),
-        )  # fmt: skip
+        try:
+            self.llm = LLM(
+                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,
+                attention_config={"backend": backend}, enable_prefix_caching=False, disable_log_stats=True, seed=0,
+                **(args | more),
+            )  # fmt: skip
+        except BaseException:
+            clean_up()
+            raise
         self.start_s = time.perf_counter() - start
         config = self.llm.llm_engine.vllm_config
         self.facts = {
@@ -85,12 +89,17 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back, for the next engine."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        clean_up()
+
+
+def clean_up() -> None:
+    """Of what an engine leaves in a process: memory, and groups of processes, with which the next would not start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 def step_counts() -> dict[str, int]:

@@ -1,15 +1,17 @@
 """vLLM with Mjolnir's backend on one GPU: outputs against FLASH_ATTN, speed against FLASH_ATTN and TRITON_ATTN.
 
-    python benchmarks/vllm/proof.py run --out DIR [--only qwen,speed,smollm,serve] [--gguf FILE] [--budget-s 420]
+    python benchmarks/vllm/proof.py run --out DIR [--only qwen,smollm,serve,speed] [--gguf FILE] [--budget-s 420]
     python benchmarks/vllm/proof.py merge DIR/vllm.json … --decode benchmarks/results/h200/decode.json --out FILE
 
-Each part runs in processes of its own and is in DIR/vllm.json as soon as it is done; what a process has when time is up
-is kept. Times are measured with nothing else on the GPU; outputs are compared in several processes at once.
+Each part runs in processes of its own; DIR/vllm.json is rewritten as their engines finish, and what a process has when
+time is up is kept. A part that fails is in "errors" and stops no other. First outputs, all parts at once; then times,
+with nothing else on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,17 @@ from typing import Any
 import correctness
 import expected
 import models
+from report import body, summary, write_whole
 
 from mjolnir.evidence import header
 
-HERE = Path(__file__).parent
-PARTS = {"qwen": 1.0, "speed": 1.6, "smollm": 0.9, "serve": 0.6}
-"""Shares of the time that is left."""
+HERE = Path(__file__).resolve().parent
+OUTPUTS = ("qwen", "smollm", "serve")
+PARTS = (*OUTPUTS, "speed")
+OUTPUTS_SHARE = 0.45
+"""Of the time, where speed follows."""
+GRACE_S = 15.0
+"""After its deadline a process starts no engine; this much later it is killed."""
 
 BIG_LAYERS = 36
 BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
@@ -54,68 +60,88 @@ METHOD = (
 
 @dataclasses.dataclass
 class Job:
-    """A process of a part, and the file it writes."""
+    """A process of a part, the file it writes, and its place in the report."""
 
-    name: str
+    place: tuple[str, ...]
     out: Path
     process: subprocess.Popen[bytes]
     log: Path
 
     def result(self) -> Any:
+        """What the process has so far; how it ended, where that was badly."""
         report = json.loads(self.out.read_text()) if self.out.exists() else None
-        if self.process.returncode == 0:
+        if self.process.poll() in (0, None):
             return report
         tail = self.log.read_text(errors="replace")[-3000:]
         return {"report": report, "exit": self.process.returncode, "log": tail}
 
+    def kill(self) -> None:
+        """The process and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
 
 class Proof:
-    """One run: where it writes, and until when the part at work may start something new."""
+    """One run: where it writes, and until when the parts at work may start something new."""
 
     def __init__(self, out: Path, gguf: Path | None) -> None:
         self.out, self.gguf = out, gguf
         self.deadline = 0.0
+        self.jobs: list[Job] = []
         self.work = Path(tempfile.mkdtemp(prefix="mjolnir-vllm-"))
-        self.report: dict[str, Any] = {"method": METHOD, **header(), "correctness": {}, "speed": {}}
+        self.report: dict[str, Any] = {"method": METHOD, **header(), "correctness": {}, "speed": {}, "errors": {}}
         out.mkdir(parents=True, exist_ok=True)
 
     def save(self) -> None:
-        (self.out / "vllm.json").write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        """The report, with what the jobs have written so far."""
+        for job in self.jobs:
+            place = self.report
+            for key in job.place[:-1]:
+                place = place.setdefault(key, {})
+            place[job.place[-1]] = job.result()
+        write_whole(self.out / "vllm.json", json.dumps(self.report, indent=1) + "\n")
 
-    def start(self, name: str, script: str, *arguments: object, fallback: str = "FLASH_ATTN") -> Job:
+    def start(self, place: tuple[str, ...], script: str, *arguments: object, fallback: str = "FLASH_ATTN") -> None:
+        name = re.sub("[^A-Za-z0-9.-]", "-", "-".join(place))
         out, log = self.work / f"{name}.json", self.out / f"{name}.log"
-        command = [sys.executable, str(HERE / script), "--out", str(out), *map(str, arguments)]
+        deadline = ("--deadline", str(self.deadline))
+        command = [sys.executable, str(HERE / script), "--out", str(out), *deadline, *map(str, arguments)]
         paths = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": ":".join(paths), "MJOLNIR_VLLM_FALLBACK": fallback}
         with open(log, "wb") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
-        return Job(name, out, process, log)
+            process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        self.jobs.append(Job(place, out, process, log))
 
-    def wait(self, jobs: Sequence[Job]) -> None:
-        """Until all are done, or a quarter of a minute after the deadline."""
-        for job in jobs:
-            try:
-                job.process.wait(max(1.0, self.deadline + 15 - time.time()))
-            except subprocess.TimeoutExpired:
-                job.process.kill()
-                job.process.wait()
-            print(f"{job.name}: exit {job.process.returncode}, {self.deadline - time.time():.0f} s left", flush=True)
+    def wait(self) -> None:
+        """Until all jobs are done, or GRACE_S after the deadline."""
+        running = list(self.jobs)
+        while running:
+            late = time.time() > self.deadline + GRACE_S
+            for job in list(running):
+                if late and job.process.poll() is None:
+                    job.kill()
+                if job.process.poll() is not None:
+                    running.remove(job)
+                    left = self.deadline - time.time()
+                    print(f"{'-'.join(job.place)}: exit {job.process.returncode}, {left:.0f} s left", flush=True)
+            self.save()
+            time.sleep(1)
+        self.save()
+        self.jobs.clear()
 
     def compare(self, name: str, folder: Path, prompts: list[list[int]], runs: dict[str, str]) -> None:
         """Correctness of one model, a process per key: a cache dtype, "dtype@FALLBACK" or "dtype#anything"."""
         file = self.work / f"{name}-prompts.json"
         file.write_text(json.dumps(prompts))
-        jobs = {}
         for key, names in runs.items():
             kv, _, fallback = key.partition("#")[0].partition("@")
-            title = re.sub("[@#]", "-", f"{name}-{key}")
-            jobs[key] = self.start(
-                title, "correctness.py", "--model", folder, "--prompts", file, "--kv", kv, "--runs", names,
-                "--deadline", self.deadline, fallback=fallback or "FLASH_ATTN",
+            self.start(
+                ("correctness", name, key), "correctness.py", "--model", folder, "--prompts", file, "--kv", kv,
+                "--runs", names, fallback=fallback or "FLASH_ATTN",
             )  # fmt: skip
-        self.wait(list(jobs.values()))
-        self.report["correctness"][name] = {key: job.result() for key, job in jobs.items()}
-        self.save()
 
     def qwen(self) -> None:
         folder = self.work / "qwen"
@@ -124,71 +150,54 @@ class Proof:
         self.compare("qwen3-like", folder, correctness.random_prompts(1000, 600), {
             "fp8": "graphs,eager,graphs+ngram,eager+ngram",
             "fp8#default": "default",
-            "bfloat16": "graphs,eager,graphs+ngram",
+            "bfloat16": "graphs,eager,graphs+ngram,eager+ngram",
             "fp8@TRITON_ATTN": "graphs,shadow",
             "nvfp4": "graphs,eager,graphs+ngram,shadow",
         })  # fmt: skip
 
     def smollm(self) -> None:
         if self.gguf is None:
-            raise SystemExit("--gguf: the file of SmolLM2-135M-Instruct")
+            raise ValueError("--gguf: the file of SmolLM2-135M-Instruct")
         folder = self.work / "smollm"
         metadata = models.make_smollm(folder, self.gguf)
         prompts = correctness.text_prompts(metadata, 600)
         runs = "graphs,eager,graphs+ngram,eager+ngram"
         self.compare("SmolLM2-135M", folder, prompts, {"fp8": runs, "bfloat16": runs})
 
+    def serve(self) -> None:
+        folder = self.work / "served"
+        models.make_qwen(folder, models.qwen_config(2, hidden=512, heads=8, kv_heads=2, vocab=1000, max_len=2048))
+        models.make_tokenizer(folder, 1000)
+        self.start(("serve",), "serve.py", "--model", folder)
+
     def speed(self) -> None:
         folder = self.work / "big"
         config = models.qwen_config(BIG_LAYERS, hidden=4096, heads=32, kv_heads=8, vocab=32000, max_len=131072)
         models.write_config(folder, config)
+        end = self.deadline
         for i, backend in enumerate(BACKENDS):
-            left = self.deadline - time.time()
-            job = self.start(
-                f"speed-{backend}", "speed.py", "--model", folder, "--backend", backend,
-                "--deadline", time.time() + left / (len(BACKENDS) - i),
-            )  # fmt: skip
-            self.wait([job])
-            self.report["speed"][backend] = job.result()
-            self.save()
+            self.deadline = time.time() + (end - time.time()) / (len(BACKENDS) - i)
+            self.start(("speed", backend), "speed.py", "--model", folder, "--backend", backend)
+            self.wait()
 
-    def serve(self) -> None:
-        """What a user types, and whether the server's log says that it is on."""
-        folder = self.work / "served"
-        models.make_qwen(folder, models.qwen_config(2, hidden=512, heads=8, kv_heads=2, vocab=1000, max_len=2048))
-        models.make_tokenizer(folder, 1000)
-        log = self.out / "serve.log"
-        command = [
-            "vllm", "serve", str(folder), "--kv-cache-dtype", "fp8", "--attention-backend", "CUSTOM",
-            "--port", "8765", "--max-model-len", "1024", "--gpu-memory-utilization", "0.1",
-        ]  # fmt: skip
-        command[:1] = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-        with open(log, "wb") as sink:
-            server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-        body = json.dumps({"model": str(folder), "prompt": "w1 w2 w3 w4", "max_tokens": 40, "ignore_eos": True})
-        request = urllib.request.Request(
-            "http://127.0.0.1:8765/v1/completions", body.encode(), {"Content-Type": "application/json"}
-        )
-        answer: Any = None
-        while answer is None and server.poll() is None and time.time() < self.deadline:
-            time.sleep(1)
-            try:
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    answer = json.load(response)["usage"]
-            except OSError:  # not up yet
-                continue
-        server.send_signal(signal.SIGINT)
+    def run(self, parts: Sequence[str], budget_s: float) -> None:
+        start = time.time()
+        outputs = [part for part in parts if part in OUTPUTS]
+        self.deadline = start + budget_s * (OUTPUTS_SHARE if "speed" in parts else 1.0) - GRACE_S
+        for part in outputs:
+            self._try(part)
+        self.wait()
+        if "speed" in parts:
+            self.deadline = start + budget_s - GRACE_S
+            self._try("speed")
+        print(summary(self.report), f"{time.time() - start:.0f} s in all", sep="\n", flush=True)
+
+    def _try(self, part: str) -> None:
         try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "mjolnir" in line]
-        self.report["serve"] = {
-            "command": "vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM",
-            "usage": answer,
-            "log": [re.sub(r"^.*?(?=mjolnir)", "", line) for line in lines],
-        }
-        self.save()
+            getattr(self, part)()
+        except Exception as error:  # of any kind: one part's must not take the others with it
+            self.report["errors"][part] = f"{type(error).__name__}: {error}"
+            self.save()
 
 
 def merge(files: Sequence[Path], decode: Path | None) -> dict[str, Any]:
@@ -201,7 +210,8 @@ def merge(files: Sequence[Path], decode: Path | None) -> dict[str, Any]:
                 merged[key] |= value
             else:
                 merged[key] = value
-    speed = {name: part for name, part in merged.get("speed", {}).items() if "rows" in part}
+    speed = {name: body(part) for name, part in merged.get("speed", {}).items()}
+    speed = {name: part for name, part in speed.items() if part.get("rows")}
     if "CUSTOM" not in speed:
         return merged
     ours = {(row["batch"], row["context"]): row for row in speed["CUSTOM"]["rows"]}
@@ -235,12 +245,7 @@ def main() -> None:
     parts = args.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise SystemExit(f"--only: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    proof, end = Proof(args.out, args.gguf), time.time() + args.budget_s
-    for i, part in enumerate(parts):
-        started = time.time()
-        proof.deadline = started + (end - started) * PARTS[part] / sum(PARTS[later] for later in parts[i:])
-        getattr(proof, part)()
-        print(f"{part}: {time.time() - started:.0f} s", flush=True)
+    Proof(args.out, args.gguf).run(parts, args.budget_s)
 
 
 if __name__ == "__main__":
