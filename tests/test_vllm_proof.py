@@ -92,7 +92,7 @@ def test_summary_of_what_ended_well_and_badly() -> None:
     }
     lines = summary(report).splitlines()
     assert lines[0] == "smollm: ValueError: no file"
-    assert lines[1].startswith("qwen fp8 graphs: 0 identical") and lines[1].endswith("runner 2; decode 40")
+    assert lines[1].startswith("qwen fp8 graphs: 0/0 identical") and lines[1].endswith("v2; decode 40")
     assert lines[2:4] == ["qwen fp8 eager: RuntimeError: x", "qwen nvfp4: exit 1"]
     assert lines[4] == "serve: None, 0 lines of Mjolnir's; "
     assert lines[6].split() == ["1", "x", "1024", "5.250", "6.000", "-"]

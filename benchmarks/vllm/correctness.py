@@ -84,6 +84,8 @@ def keep_what_the_codec_keeps() -> None:
 
 
 def main() -> None:
+    from mjolnir.integrations.vllm.counters import ON_MJOLNIR
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
@@ -130,6 +132,8 @@ def main() -> None:
                 engine.close()
         if backend == OURS:
             report["runs"][name] = facts | {"agreement": compare(generated, reference)}
+            if not facts["steps"].keys() & set(ON_MJOLNIR):
+                report["errors"][name] = f"no step ran on Mjolnir: {facts['steps']}"
         else:
             report["reference"] = facts
         save()

@@ -29,18 +29,20 @@ def summary(report: dict[str, Any]) -> str:
             if isinstance(part, dict) and "exit" in part:
                 lines.append(f"{model} {key}: exit {part['exit']}")
             for name, run in body(part).get("runs", {}).items():
-                found = run["agreement"]
-                lines.append(
-                    f"{model} {key} {name}: {found['identical']} identical, {found['near_ties']} near ties up to "
-                    f"{found['widest_tie']:.3f}, {len(found['faults'])} faults, differences up to "
-                    f"{found['chosen_diff_max']:.4f} (mean {found['chosen_diff_mean']:.5f}); {run['graphs']} graphs, "
-                    f"runner {run['model_runner']}; {_counts(run['steps'])}"
-                )
+                lines.append(f"{model} {key} {name}: {_agreement(run['agreement'])}; {run['graphs']}, "
+                             f"v{run['model_runner']}; {_counts(run['steps'])}")  # fmt: skip
             lines += [f"{model} {key} {name}: {error[:300]}" for name, error in body(part).get("errors", {}).items()]
     if serve := body(report.get("serve")):
         lines.append(f"serve: {serve['usage']}, {len(serve['log'])} lines of Mjolnir's; {(serve['log'] or [''])[-1]}")
     lines += _speed_table({name: body(part) for name, part in report.get("speed", {}).items()})
     return "\n".join(lines)
+
+
+def _agreement(found: dict[str, Any]) -> str:
+    return (
+        f"{found['identical']}/{found['prompts']} identical, {found['near_ties']} ties <= {found['widest_tie']:.3f}, "
+        f"{len(found['faults'])} faults, diff <= {found['chosen_diff_max']:.4f} (mean {found['chosen_diff_mean']:.5f})"
+    )
 
 
 def _counts(steps: dict[str, int]) -> str:
