@@ -274,6 +274,108 @@ def write_table(record: dict[str, Any]) -> str:
     )
 
 
+def vllm_outputs_table(record: dict[str, Any]) -> str:
+    return _table(
+        (
+            "model",
+            "K and V, run",
+            "identical",
+            "near ties (widest)",
+            "other",
+            "mean Δ, nats",
+            "largest Δ",
+            "steps",
+        ),  # fmt: skip
+        (
+            [
+                model,
+                f"{key.partition('#')[0].replace('@', ' over ')}, {name}",
+                f"{found['identical']} of {found['prompts']}",
+                f"{found['near_ties']} ({found['widest_tie']:.2f})",
+                str(len(found["faults"])),
+                f"{found['chosen_diff_mean']:.4f}",
+                f"{found['chosen_diff_max']:.2f}",
+                ", ".join(f"{path.partition(':')[0]} {count}" for path, count in run["steps"].items()),
+            ]
+            for model, key, name, run, found in _vllm_runs(record)
+        ),
+        _origin(record),
+    )
+
+
+def vllm_speed_table(record: dict[str, Any]) -> str:
+    ours, flash, triton = (_vllm_times(record, name) for name in ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN"))
+
+    def ms(row: dict[str, Any] | None, key: str) -> str:
+        value = (row or {}).get(key)
+        return "–" if value is None else f"{value:.2f}"
+
+    return _table(
+        (
+            "requests",
+            "context",
+            "Mjolnir, ms",
+            "FLASH_ATTN",
+            "TRITON_ATTN",
+            "tokens/s against FLASH_ATTN",
+            "against TRITON_ATTN",
+            "ms saved of FLASH_ATTN's",
+            "by its attention kernels",
+            "expected",
+        ),
+        (
+            [
+                str(case[0]),
+                f"{case[1] // 1024}K",
+                f"{ours[case]['itl_ms']:.2f}",
+                ms(flash.get(case), "itl_ms"),
+                ms(triton.get(case), "itl_ms"),
+                *("–" if case not in peer else f"{_vllm_gain(ours, peer, case):+.0f} %" for peer in (flash, triton)),
+                *(ms(flash.get(case), key) for key in ("saved_ms", "kernels_saved_ms", "expected_ms")),
+            ]
+            for case in sorted(ours)
+        ),
+        _origin(record),
+    )
+
+
+def _vllm_part(part: Any) -> dict[str, Any]:
+    """What a process of the proof wrote, whether it ended well or not."""
+    return (part["report"] if isinstance(part, dict) and "exit" in part else part) or {}
+
+
+def _vllm_runs(record: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
+    """Model, cache, name, run and its agreement."""
+    return [
+        (model, key, name, run, run["agreement"])
+        for model, parts in record["correctness"].items()
+        for key, part in parts.items()
+        for name, run in _vllm_part(part).get("runs", {}).items()
+    ]
+
+
+def _vllm_times(record: dict[str, Any], backend: str) -> dict[tuple[int, int], dict[str, Any]]:
+    rows = _vllm_part(record["speed"].get(backend)).get("rows", [])
+    return {(row["batch"], row["context"]): row for row in rows}
+
+
+def _vllm_gain(ours: dict[Any, dict[str, Any]], peer: dict[Any, dict[str, Any]], case: tuple[int, int]) -> float:
+    """How many more tokens per second Mjolnir makes, in percent."""
+    return 100 * (float(peer[case]["itl_ms"]) / float(ours[case]["itl_ms"]) - 1)
+
+
+def _vllm_gains(record: dict[str, Any], backend: str) -> list[float]:
+    ours, peer = _vllm_times(record, "CUSTOM"), _vllm_times(record, backend)
+    return [_vllm_gain(ours, peer, case) for case in ours if case in peer]
+
+
+def _vllm_shadow_checks(record: dict[str, Any]) -> str:
+    """Passed of all."""
+    steps = [run["steps"] for _, _, name, run, _ in _vllm_runs(record) if name == "shadow"]
+    done, failed = (sum(counts.get(key, 0) for counts in steps) for key in ("shadow check", "shadow check failed"))
+    return f"{done - failed} of {done}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode": ("decode.json", decode_table),
     "decode-all": ("decode.json", decode_all_table),
@@ -285,6 +387,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "accuracy": (ACCURACY, accuracy_table),
     "accuracy-quarters": (ACCURACY, accuracy_quarters_table),
     "accuracy-stepwise": (ACCURACY, stepwise_table),
+    "vllm-outputs": ("vllm.json", vllm_outputs_table),
+    "vllm-speed": ("vllm.json", vllm_speed_table),
     "timeline": ("development.json", timeline_table),
     "trials": ("development.json", trials_table),
 }
@@ -306,6 +410,12 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "readings.round-us": ("development.json", lambda record: f"{_round_us(record):.1f}"),
     "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
     "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
+    "vllm.within": ("vllm.json", lambda record: _share([not found["faults"] for *_, found in _vllm_runs(record)])),
+    "vllm.shadow-checks": ("vllm.json", _vllm_shadow_checks),
+    "vllm.flash-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
+    "vllm.flash-most": ("vllm.json", lambda record: f"{max(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
+    "vllm.triton-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'TRITON_ATTN')):.0f}"),
+    "vllm.triton-most": ("vllm.json", lambda record: f"{max(_vllm_gains(record, 'TRITON_ATTN')):.0f}"),
     "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
 }
 
@@ -330,6 +440,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "write.json": _load_json,
     ACCURACY: _load_json,
     "development.json": _load_json,
+    "vllm.json": _load_json,
     "bandwidth.svg": lambda path: path,
 }
 

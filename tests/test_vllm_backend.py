@@ -414,13 +414,45 @@ def test_the_knob_for_shadow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         env.vllm_shadow_every()
 
 
-def test_counters_are_logged_at_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_are_logged_when_new_and_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now)
     with caplog.at_level(logging.INFO, logger=LOGGER):
-        counters._log_at_shutdown()
-        assert not caplog.messages
+        COUNTERS.log()
+        for path in (counters.DECODE, counters.DECODE, counters.SPLIT):
+            COUNTERS.record(path)
+        with COUNTERS.capture():
+            COUNTERS.record(counters.RAGGED)
+        now += counters.LOG_EVERY_S - 1
         COUNTERS.record(counters.DECODE)
-        counters._log_at_shutdown()
-    assert caplog.messages == ["mjolnir: steps by path: decode 1"]
+        now += 1
+        COUNTERS.record(counters.DECODE)
+        COUNTERS.record(counters.DECODE)
+    assert caplog.messages == [
+        "mjolnir: steps by path: decode 1",
+        "mjolnir: steps by path: decode 2, split 1",
+        "mjolnir: steps by path: decode 4, split 1, capture ragged 1",
+    ]
+
+
+def test_counts_are_logged_when_a_forked_process_ends() -> None:
+    """As vLLM's workers are; a process that multiprocessing forks runs no atexit handlers (before Python 3.13)."""
+    code = (
+        "import logging, multiprocessing, sys\n"
+        "from mjolnir.integrations.vllm import counters\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+        "def work():\n"
+        "    counters.log_at_exit()\n"
+        "    counters.log_at_exit()\n"
+        "    for _ in range(3): counters.COUNTERS.record('decode')\n"
+        "worker = multiprocessing.get_context('fork').Process(target=work)\n"
+        "worker.start()\n"
+        "worker.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["mjolnir: steps by path: decode 1", "mjolnir: steps by path: decode 3"]
 
 
 def test_importing_mjolnir_imports_no_vllm() -> None:

@@ -65,6 +65,27 @@ def test_expected_savings(tmp_path: Path) -> None:
     assert expected.saved_ms(times, "FLASH_ATTN", 1, 8192, 36) is None
 
 
+def test_kernels_are_expected_from_the_pages_each_was_measured_over(tmp_path: Path) -> None:
+    base = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "kv_format": "fp8", "q_len": 1, "data": "normal",
+            "layout": "NHD", "lens": [8192]}  # fmt: skip
+    rows = [
+        base | {"page_size": 64, "us": 9.0, "peers": {"fa3": 15.0}},
+        base | {"page_size": 16, "us": 9.5, "peers": {}},
+    ]
+    (tmp_path / "decode.json").write_text(json.dumps({"rows": rows}))
+    assert expected.kernel_times(tmp_path / "decode.json", page_size=16) == {(1, 8192): {"ours": 9.5, "fa3": 15.0}}
+
+
+def test_attention_in_a_profile() -> None:
+    kernels = {
+        "kernel_cutlass_kernel_mjolnirkernelsdecodeDecodeKernel_object": [400.0, 36],
+        "void cutlass::device_kernel<flash::FlashAttnFwdCombine<": [50.0, 36],
+        "void vllm::reshape_and_cache_flash_kernel<": [100.0, 36],
+        "nvjet_sm90": [900.0, 36],
+    }
+    assert expected.attention_ms(kernels) == pytest.approx(0.45)
+
+
 def test_rotary_pairs_in_the_checkpoints_order() -> None:
     """Element i of a head of 4 is paired with i + 2 there, with its neighbour in GGUF."""
     rows = torch.arange(8.0)[:, None].expand(8, 3)
@@ -111,6 +132,27 @@ def test_merge_takes_what_a_killed_process_had(tmp_path: Path) -> None:
     merged = proof.merge([file], None)
     row = merged["speed"]["FLASH_ATTN"]["report"]["rows"][0]
     assert row["saved_ms"] == 1.5 and row["expected_ms"] is None
+
+
+def test_merge_keeps_runs_and_drops_errors_that_were_run_again(tmp_path: Path) -> None:
+    first = {"reference": 1, "runs": {"eager": {"steps": {"decode": 47, "split": 6}}},
+             "errors": {"eager+ngram": "RuntimeError", "graphs+ngram": "RuntimeError"}}  # fmt: skip
+    again = {"reference": 2, "runs": {"eager+ngram": {"steps": {"ragged": 41}}}, "errors": {"default": "ValueError"}}
+    other = {"reference": 1, "runs": {}, "errors": {"reference": "OSError"}}
+    for name, outputs in {
+        "1": {"q": {"fp8": first, "bfloat16": first}, "s": {"fp8": first}},
+        "2": {"q": {"fp8": again, "nvfp4": other, "bfloat16": {"report": None, "exit": 1, "log": ""}}},
+    }.items():
+        (tmp_path / name).write_text(json.dumps({"date": name, "errors": {}, "correctness": outputs}))
+    merged = proof.merge([tmp_path / "1", tmp_path / "2"], None)
+    assert merged["date"] == "2" and merged["correctness"]["s"] == {"fp8": first}
+    q = merged["correctness"]["q"]
+    assert q["fp8"] == {
+        "reference": 2,
+        "runs": first["runs"] | again["runs"],
+        "errors": {"graphs+ngram": "RuntimeError", "default": "ValueError"},
+    }
+    assert q["nvfp4"] == other and q["bfloat16"] == {"report": first, "exit": 1, "log": ""}
 
 
 def test_a_failing_part_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

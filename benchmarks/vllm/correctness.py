@@ -1,13 +1,19 @@
-"""Greedy outputs of one model and cache dtype through FLASH_ATTN and through Mjolnir, in several engines."""
+"""Greedy outputs of one model and cache dtype through FLASH_ATTN and through Mjolnir, in several engines.
+
+One engine of a process may capture CUDA graphs, and no more: vLLM keeps one pool of graphs' memory per process, and
+PyTorch refuses to capture into it again after the graphs of the first engine are gone.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +71,14 @@ def generate(engine: Engine, prompts: list[list[int]]) -> list[Generated]:
     ]
 
 
-def keep_what_the_codec_keeps() -> None:
-    """Make FLASH_ATTN's write store what nvfp4 would keep of K and V, computed by the codec in PyTorch, in 16 bits."""
+@contextlib.contextmanager
+def what_the_codec_keeps(name: str) -> Iterator[None]:
+    """FLASH_ATTN's write stores what that format keeps of K and V, computed by the codec in PyTorch, in 16 bits."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     from mjolnir.formats import get_format
 
-    fmt, write = get_format("nvfp4"), FlashAttentionImpl.do_kv_cache_update
+    fmt, write = get_format(name), FlashAttentionImpl.do_kv_cache_update
 
     def kept(x: Any, scale: Any) -> Any:
         blocks = fmt.block_scales(x, scale)
@@ -81,6 +88,10 @@ def keep_what_the_codec_keeps() -> None:
         write(self, layer, kept(key, layer._k_scale), kept(value, layer._v_scale), *args)
 
     FlashAttentionImpl.do_kv_cache_update = do_kv_cache_update
+    try:
+        yield
+    finally:
+        FlashAttentionImpl.do_kv_cache_update = write
 
 
 def main() -> None:
@@ -92,7 +103,12 @@ def main() -> None:
     parser.add_argument("--kv", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--deadline", type=float, required=True, help="time.time() after which no engine is started")
-    parser.add_argument("--runs", default="graphs,eager,graphs+ngram,eager+ngram", help="also: default, shadow")
+    parser.add_argument(
+        "--runs", required=True, help="of graphs, eager, default, graphs+ngram, eager+ngram, shadow, FLASH_ATTN"
+    )
+    parser.add_argument(
+        "--codec", action="store_true", help="the reference has a bf16 cache of what the codec keeps of K and V"
+    )
     args = parser.parse_args()
     prompts = json.loads(args.prompts.read_text())
     report: dict[str, Any] = {"reference": None, "runs": {}, "errors": {}}
@@ -100,54 +116,53 @@ def main() -> None:
     def save() -> None:
         write_whole(args.out, json.dumps(report, indent=1))
 
-    def run(backend: str, name: str) -> list[Generated] | None:
+    def run(name: str) -> list[Generated] | None:
+        backend = OURS if name not in ("reference", "FLASH_ATTN") else "FLASH_ATTN"
+        codec = args.codec and name == "reference"
         graphs = {"graphs": "decode", "default": "default"}.get(name.partition("+")[0], "none")
         drafts = DRAFTS if name.endswith("+ngram") else 0
         if name == "shadow":
             os.environ["MJOLNIR_VLLM_SHADOW"] = "16"
         engine = None
         try:
-            # vLLM has no nvfp4 to compare with on this GPU.
-            kv = "bfloat16" if backend != OURS and args.kv == "nvfp4" else args.kv
             engine = Engine(
-                args.model, backend, kv, graphs=graphs, drafts=drafts,
+                args.model, backend, "bfloat16" if codec else args.kv, graphs=graphs, drafts=drafts,
                 capture_sizes=[size * (1 + drafts) for size in SIZES], max_model_len=1024, max_num_seqs=PROMPTS,
                 # Prefill comes in pieces, so that steps hold both.
                 max_num_batched_tokens=1024, gpu_memory_utilization=0.15, kv_cache_memory_bytes=2 << 30,
             )  # fmt: skip
             reset_step_counts()
             start = time.perf_counter()
-            generated = generate(engine, prompts)
+            with what_the_codec_keeps(args.kv) if codec else contextlib.nullcontext():
+                generated = generate(engine, prompts)
             facts = engine.facts | {"generate_s": round(time.perf_counter() - start, 2), "steps": step_counts()}
         except Exception as error:  # one engine's failure must not take the others' results with it
             traceback.print_exc()
-            report["errors"][name if backend == OURS else "reference"] = f"{type(error).__name__}: {error}"[:2000]
+            report["errors"][name] = f"{type(error).__name__}: {error}"[:2000]
             save()
-            if backend != OURS:
+            if name == "reference":
                 raise
             return None
         finally:
             os.environ.pop("MJOLNIR_VLLM_SHADOW", None)
             if engine is not None:
                 engine.close()
-        if backend == OURS:
-            report["runs"][name] = facts | {"agreement": compare(generated, reference)}
-            if not facts["steps"].keys() & set(ON_MJOLNIR):
-                report["errors"][name] = f"no step ran on Mjolnir: {facts['steps']}"
+        if name == "reference":
+            report["reference"] = facts | {"codec": codec}
         else:
-            report["reference"] = facts
+            report["runs"][name] = facts | {"agreement": compare(generated, reference)}
+        if backend == OURS and not facts["steps"].keys() & set(ON_MJOLNIR):
+            report["errors"][name] = f"no step ran on Mjolnir: {facts['steps']}"
         save()
         return generated
 
-    if args.kv == "nvfp4":
-        keep_what_the_codec_keeps()
-    reference = run("FLASH_ATTN", "eager") or []
+    reference = run("reference") or []
     for name in args.runs.split(","):
         if time.time() > args.deadline:
             report["errors"][name] = "out of time"
             save()
         else:
-            run(OURS, name)
+            run(name)
 
 
 if __name__ == "__main__":

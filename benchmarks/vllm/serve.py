@@ -61,6 +61,8 @@ def main() -> None:
     write_whole(args.out, json.dumps({"command": COMMAND, "usage": usage, "log": lines}, indent=1))
     if usage is None:
         raise SystemExit("the server did not answer")
+    if not any(re.search("steps by path: .*(decode|ragged)", line) for line in lines):
+        raise SystemExit(f"no step ran on Mjolnir: {lines}")
 
 
 if __name__ == "__main__":

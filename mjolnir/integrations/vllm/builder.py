@@ -37,6 +37,7 @@ class DecodeBuilder:
         self.decoder, self.all_here = _make_decoder(layers, kv_cache_spec.block_size, vllm_config, device)
         self.shadow_every = env.vllm_shadow_every()
         self._steps = 0
+        counters.log_at_exit()
         if self.decoder is not None and getattr(self, "reorder_batch_threshold", None) is None:
             # Requests that decode come first, so that they can be split off.
             self.reorder_batch_threshold = self.decoder.max_q_len

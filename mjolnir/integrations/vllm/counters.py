@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
+import functools
+import multiprocessing.util
 import threading
+import time
 from collections.abc import Iterator
 
 from mjolnir.integrations.vllm.log import logger
@@ -14,6 +16,9 @@ DECODE, RAGGED, SPLIT, FALLBACK = "decode", "ragged", "split", "fallback"
 """A step's path: all of it on Mjolnir, with one q_len or several; its decode part on Mjolnir; none of it."""
 
 ON_MJOLNIR = (DECODE, RAGGED, SPLIT)
+
+LOG_EVERY_S = 60.0
+"""Counts are logged while the engine works, because `vllm serve` kills its workers when it stops."""
 
 
 class StepCounters:
@@ -24,12 +29,23 @@ class StepCounters:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._capturing = False
+        self._logged = 0.0
 
     def record(self, path: str, reason: str | None = None) -> None:
-        """Count a step of a metadata builder, or another event (shadow checks)."""
+        """Count a step of a metadata builder, or another event (shadow checks). What is counted for the first time is
+        logged, and all counts every LOG_EVERY_S of steps."""
         key = f"{path}: {reason}" if reason else path
+        now = time.monotonic()
         with self._lock:
-            self._counts[f"capture {key}" if self._capturing else key] += 1
+            if self._capturing:
+                self._counts[f"capture {key}"] += 1
+                return
+            is_due = key not in self._counts or now - self._logged >= LOG_EVERY_S
+            self._counts[key] += 1
+            if is_due:
+                self._logged = now
+        if is_due:
+            self.log()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -53,6 +69,10 @@ class StepCounters:
         with self._lock:
             self._counts.clear()
 
+    def log(self) -> None:
+        if self.snapshot():
+            logger.info("mjolnir: steps by path: %s", str(self))  # as they are now, whenever a handler formats it
+
     def __str__(self) -> str:
         return ", ".join(f"{key} {count}" for key, count in self.snapshot().items()) or "none"
 
@@ -62,9 +82,7 @@ COUNTERS = StepCounters()
 ``llm.collective_rpc(lambda worker: COUNTERS.snapshot())``."""
 
 
-def _log_at_shutdown() -> None:
-    if COUNTERS.snapshot():
-        logger.info("mjolnir: steps by path: %s", COUNTERS)
-
-
-atexit.register(_log_at_shutdown)
+@functools.cache
+def log_at_exit() -> None:
+    """Log this process's totals when it ends. Not by atexit, which processes that multiprocessing forks do not run."""
+    multiprocessing.util.Finalize(None, COUNTERS.log, exitpriority=0)
