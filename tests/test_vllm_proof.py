@@ -143,9 +143,14 @@ def test_merge_keeps_runs_and_drops_errors_that_were_run_again(tmp_path: Path) -
         "1": {"q": {"fp8": first, "bfloat16": first}, "s": {"fp8": first}},
         "2": {"q": {"fp8": again, "nvfp4": other, "bfloat16": {"report": None, "exit": 1, "log": ""}}},
     }.items():
-        (tmp_path / name).write_text(json.dumps({"date": name, "errors": {}, "correctness": outputs}))
+        served = {"1": {"report": None, "exit": 1, "log": ""}, "2": {"usage": {}, "log": []}}[name]
+        speed = {name: {"rows": []}}
+        (tmp_path / name).write_text(
+            json.dumps({"date": name, "errors": {}, "correctness": outputs, "serve": served, "speed": speed})
+        )
     merged = proof.merge([tmp_path / "1", tmp_path / "2"], None)
     assert merged["date"] == "2" and merged["correctness"]["s"] == {"fp8": first}
+    assert merged["serve"] == {"usage": {}, "log": []} and merged["speed"].keys() == {"1", "2"}
     q = merged["correctness"]["q"]
     assert q["fp8"] == {
         "reference": 2,

@@ -224,9 +224,8 @@ def merge(files: Sequence[Path], decode: Path | None) -> dict[str, Any]:
             | {key: _rerun(before.get(model, {}).get(key), part) for key, part in parts.items()}
             for model, parts in report.get("correctness", {}).items()
         }
-        for key, value in report.items():
-            merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
-        merged |= {"correctness": before | outputs, "method": METHOD}
+        by_key = {key: merged.get(key, {}) | report.get(key, {}) for key in ("speed", "errors")}
+        merged |= report | by_key | {"correctness": before | outputs, "method": METHOD}
     speed = {name: body(part) for name, part in merged.get("speed", {}).items()}
     speed = {name: part for name, part in speed.items() if part.get("rows")}
     if "CUSTOM" not in speed:
