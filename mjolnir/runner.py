@@ -21,7 +21,7 @@ from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
 from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, remember
 from mjolnir.formats import get_format
 from mjolnir.query_fp8 import QueryQuantiser
-from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature, layout_key, needs_q_split
+from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, layout_key, needs_q_split
 from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
@@ -72,6 +72,10 @@ class DecodeRunner:
             (mjolnir/query_fp8.py).
         kv_format: "fp8" (e4m3), "fp8_e5m2", "e2m3", "nvfp4", "bf16" or "fp16"; docs/formats.md says what they store.
         v_format: V's format where it is not K's.
+        kv_layout: a promise about the caches' strides within a page, which lets rows of 64 bytes be read two at a time:
+            "HND", neighbouring tokens of a head lie side by side (the token stride is the bytes of a row); "NHD",
+            neighbouring heads of a token do (the head stride is). None: no promise. ``run`` refuses caches that break
+            it.
         ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
             one thread block. None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
@@ -112,6 +116,7 @@ class DecodeRunner:
         q_mode: str = "bf16",
         kv_format: str = "fp8",
         v_format: str | None = None,
+        kv_layout: str | None = None,
         ctas_per_sm: int | None = None,
         max_splits: int | None = None,
         kv_stages: int | None = None,
@@ -148,7 +153,7 @@ class DecodeRunner:
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name,
-            self.v_format.name,
+            self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
         )  # fmt: skip
         self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
         self._quantiser: QueryQuantiser | None = None
@@ -269,8 +274,9 @@ class DecodeRunner:
                 s · q_len + i. Read in place where rows start at multiples of 16 bytes, else packed first.
             out: likewise, of ``out_dtype``; rows from num_seqs · q_len on are not touched.
             k_cache, v_cache: (pages, page_size, h_k, w) views of the format's dtype (uint8 is fine for fp8), any
-                strides that are multiples of 16 bytes, last dimension contiguous, 16-byte aligned. w is d for 16-bit
-                and fp8 formats, and the bytes of a packed row, uint8, below that: 3d/4 for e2m3, d/2 for nvfp4.
+                strides that are multiples of 16 bytes and keep the promise of ``kv_layout``, last dimension contiguous,
+                16-byte aligned. w is d for 16-bit and fp8 formats, and the bytes of a packed row, uint8, below that:
+                3d/4 for e2m3, d/2 for nvfp4.
             k_scale, v_scale: fp32 descales on the device: 1 element, (h_k,) or (≥ num_seqs, h_k), any strides.
             softmax_scale: multiplies Q · K.
             q_mul, o_mul: (h_q, d) fp32 factors on Q before and on O after.

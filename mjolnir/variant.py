@@ -28,6 +28,7 @@ class Variant:
     stages: int = 0  # ring depth; 0: the kernel's own choice
     ctas_per_sm: int = 0  # 0: the kernel's own choice
     v_format: str = ""  # "": V has K's format
+    joined: str = ""  # "tokens" or "heads": neighbours that the TMA reads as one row of 128 bytes
 
     @property
     def name(self) -> str:
@@ -35,9 +36,10 @@ class Variant:
         flags = "".join(("_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
         tuned = (f"_s{self.stages}" if self.stages else "") + (f"_c{self.ctas_per_sm}" if self.ctas_per_sm else "")
         v_format = f"_v_{self.v_format}" if self.v_format else ""
+        joined = f"_{self.joined}" if self.joined else ""
         return (
             f"decode_{self.arch}_{self.kv_format}{v_format}_q{self.q_dtype}_o{self.out_dtype}"
-            f"_d{self.head_size}_r{self.rows}{flags}{tuned}"
+            f"_d{self.head_size}_r{self.rows}{joined}{flags}{tuned}"
         )
 
 

@@ -54,6 +54,8 @@ GPU_VARIANTS = (
     *(Variant(ARCH, k, "bf16", "fp16", d, 8, v_format=v) for k, v in MIXED for d in (64, 128)),
     *(Variant(ARCH, "fp8_e5m2", "bf16", "fp16", d, 8) for d in (64, 128)),
     *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, ctas_per_sm=ctas) for fmt in LOW_BIT for ctas in (1, 3)),
+    *(Variant(ARCH, "fp8", "bf16", "fp16", 64, rows, joined="tokens") for rows in ROW_CLASSES),
+    *(Variant(ARCH, "nvfp4", "bf16", "fp16", 128, rows, joined="tokens") for rows in ROW_CLASSES),
 )
 
 
@@ -111,6 +113,7 @@ def make_runner(
     out_dtype: torch.dtype = torch.float16,
     max_num_seqs: int | None = None,
     q_mode: str = "bf16",
+    kv_layout: str | None = None,
     **tuning: Any,
 ) -> DecodeRunner:
     """The runner of a problem's shape. fp16 output by default: its rounding hides least."""
@@ -127,6 +130,7 @@ def make_runner(
         q_mode=q_mode,
         kv_format=problem.cache.fmt.name,
         v_format=problem.cache.v_fmt.name if problem.cache.v_fmt else None,
+        kv_layout=kv_layout,
         device=problem.query.device,
         **tuning,
     )

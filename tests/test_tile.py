@@ -19,9 +19,12 @@ if dsl_missing_reason():
 from warp import LANE, G, T, Warp
 
 from mjolnir.kernels.geometry import Geometry, Operand
-from mjolnir.kernels.lanes import k_loads, token_of, v_loads
+from mjolnir.kernels.lanes import k_loads, position_of, token_of, v_loads
 from mjolnir.kernels.tile import TileMath
 from mjolnir.variant import HEAD_SIZES, Variant
+
+JOINED = [("fp8", "fp8", 64), ("fp8", "fp8_e5m2", 64), ("nvfp4", "nvfp4", 128)]
+"""Formats and head sizes with rows of 64 bytes, which the TMA can read two at a time."""
 
 PAIRS = [*((name, name) for name in FORMATS), ("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "e2m3")]
 
@@ -40,38 +43,44 @@ def random_rows(fmt: KvFormat, tokens: int, head_size: int, gen: torch.Generator
     return codes.view(torch.uint8).numpy(), None if blocks is None else blocks.numpy(), values
 
 
-def lay_out(smem: Any, base: int, op: Operand, rows: Any) -> None:
+def lay_out(smem: Any, base: int, op: Operand, rows: Any, joined: str = "") -> None:
     """A tile as the TMA writes it: panel by panel, 16-byte chunks moved by the swizzle of their address."""
     tokens = len(rows)
+    swizzle = 128 if joined else op.swizzle
     for panel, token, byte in itertools.product(range(op.panels), range(tokens), range(op.panel_bytes)):
         at = base + (panel * tokens + token) * op.panel_bytes + byte
-        if op.swizzle == 128:
+        if swizzle == 128:
             at ^= (at >> 7 & 7) << 4
-        elif op.swizzle == 64:
+        elif swizzle == 64:
             at ^= (at >> 7 & 3) << 4
         smem[at] = rows[token, panel * op.panel_bytes + byte]
 
 
 @pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize(("k_name", "v_name"), PAIRS)
+@pytest.mark.parametrize(
+    ("k_name", "v_name", "head_size", "joined"),
+    [*((*pair, head_size, "") for pair in PAIRS for head_size in HEAD_SIZES), *((*j, "tokens") for j in JOINED)],
+)
 def test_scores_and_output(
-    monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, rows: int
+    monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, joined: str, rows: int
 ) -> None:
-    variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format="" if v_name == k_name else v_name)
+    v_format = "" if v_name == k_name else v_name
+    variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, joined=joined)
     geo = Geometry.of(variant)
     gen = torch.Generator().manual_seed(head_size + rows)
     k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)
     v_codes, v_blocks, v = random_rows(get_format(v_name), geo.tile, head_size, gen)
     warp = Warp(geo.smem_bytes)
     k_tile, v_tile = 0, geo.tile * geo.k.row_bytes
-    lay_out(warp.smem, k_tile, geo.k, k_codes)
-    lay_out(warp.smem, v_tile, geo.v, v_codes)
+    lay_out(warp.smem, k_tile, geo.k, k_codes, joined)
+    lay_out(warp.smem, v_tile, geo.v, v_codes, joined)
     k_scales = geo.scales_offset
     v_scales = k_scales + geo.tile * geo.k.scale_bytes
     for at, blocks in ((k_scales, k_blocks), (v_scales, v_blocks)):
         if blocks is not None:
-            warp.smem[at : at + blocks.size] = blocks.reshape(-1)
+            for token, scales in enumerate(blocks):
+                start = at + position_of(joined, token) * len(scales)
+                warp.smem[start : start + len(scales)] = scales
 
     warp.install(monkeypatch)
     math = TileMath(variant, geo)
@@ -89,14 +98,15 @@ def test_scores_and_output(
 
     scores = math.scores(k_tile, k_scales, frags, G, T)
     expected = k @ query.T
-    token = math.token_of(G)
+    tokens = [8 * i + math.tokens_of(G)[i % 2] for i in range(geo.tile // 8)]
+    assert sorted(np.concatenate(tokens).tolist()) == sorted([*range(geo.tile)] * 4)
     for n, i, e in itertools.product(range(geo.row_tiles), range(geo.tile // 8), range(2)):
         factor = unscale[n][(2 * T + e) * 4] * math.k_unpack.unscale
-        np.testing.assert_array_equal(scores[n][2 * i + e] * factor, expected[8 * i + token, n * 8 + 2 * T + e])
+        np.testing.assert_array_equal(scores[n][2 * i + e] * factor, expected[tokens[i], n * 8 + 2 * T + e])
 
     weights = torch.randint(0, 17, (geo.tile, q_rows), generator=gen).double().numpy()
     held = [
-        [weights[8 * i + token, n * 8 + 2 * T + e] for i in range(geo.tile // 8) for e in range(2)]
+        [weights[tokens[i], n * 8 + 2 * T + e] for i in range(geo.tile // 8) for e in range(2)]
         for n in range(geo.row_tiles)
     ]
     acc = [np.zeros(32) for _ in range(geo.row_tiles * geo.m_tiles * 4)]
@@ -136,6 +146,20 @@ def test_loads_have_no_bank_conflicts(k_name: str, v_name: str, head_size: int) 
         for offset, width in v_loads(v, token, G):
             cycles, fewest = phases(token * v.panel_bytes + offset, width)
             assert cycles <= most * fewest
+
+
+@pytest.mark.parametrize(("k_name", "v_name", "head_size"), JOINED)
+def test_joined_tokens_lie_where_those_of_64_byte_rows_do(k_name: str, v_name: str, head_size: int) -> None:
+    """So the loads are the same, and have no bank conflicts: two tokens a row, swizzled by 128 bytes, fill a tile as
+    one a row, swizzled by 64, does in the order of ``position_of``."""
+    for name in (k_name, v_name):
+        op = Operand.of(get_format(name), head_size)
+        assert op.panels == 1 and op.panel_bytes == 64
+        rows = np.random.default_rng(0).integers(256, size=(64, 64), dtype=np.uint8)
+        smem, other = np.zeros((2, rows.size), np.uint8)
+        lay_out(smem, 0, op, rows, "tokens")
+        lay_out(other, 0, op, rows[[position_of("tokens", token) for token in range(64)]])
+        np.testing.assert_array_equal(smem, other)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -66,6 +66,7 @@ def kernel_variant(
         stages=tuning.kv_stages or 0,
         ctas_per_sm=tuning.ctas_per_sm or 0,
         v_format="" if shape.v_format in (None, shape.kv_format) else shape.v_format,
+        joined=shape.joined,
     )
 
 

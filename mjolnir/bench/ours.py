@@ -61,6 +61,7 @@ class Mjolnir:
             max_num_seqs=len(shape.lens),
             max_q_len=shape.q_len,
             kv_format=shape.kv_format,
+            kv_layout=shape.layout,
             device=case.device,
             fixed_split=shape.fixed_split or None,
             max_step_tokens=sum(shape.lens) if shape.fixed_split else None,
@@ -93,6 +94,7 @@ class Mjolnir:
 def variant_of(shape: Shape, arch: str, knobs: Knobs) -> Variant:
     """The kernel that ``Mjolnir`` runs for a shape, found without a GPU."""
     runner = RunnerShape(
-        shape.heads_q, shape.heads_kv, shape.head_dim, shape.page_size, torch.bfloat16, shape.kv_format
-    )
+        shape.heads_q, shape.heads_kv, shape.head_dim, shape.page_size, torch.bfloat16, shape.kv_format,
+        kv_layout=shape.layout,
+    )  # fmt: skip
     return kernel_variant(runner, arch, knobs.tuning(), shape.q_len, "bf16")

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.epilogue import Epilogue
 from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
@@ -34,7 +35,7 @@ class Consumer:
         """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
         geo = self.geo
         g, t = lane // 4, lane % 4
-        token = self.math.token_of(g)
+        tokens = self.math.tokens_of(g)
         kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
         row0 = row_group * geo.rows_per_warp
         # B fragments of Q stay in this warp's part of the exchange buffer until the piece's O goes there.
@@ -68,10 +69,11 @@ class Consumer:
                         self.clear_rows(v_tile, v_scales, end - token0, lane)
                         for c in cutlass.range_constexpr(2 * geo.row_tiles):
                             q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
-                            seen = seq_len - (args.q_len - 1 - q_token) * args.causal - token0 - token
+                            limit = seq_len - (args.q_len - 1 - q_token) * args.causal - token0
+                            seen = [limit - token for token in tokens]
                             for i in cutlass.range_constexpr(geo.tile // 8):
                                 s = scores[c // 2][2 * i + c % 2]
-                                scores[c // 2][2 * i + c % 2] = s if 8 * i < seen else Float32(NEG_INF)
+                                scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
                     self.softmax.update(state, scores, mult)
                     self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
                     cute.arch.sync_warp()
@@ -134,7 +136,8 @@ class Consumer:
     def clear_rows(self, v_tile, v_scales, first, lane):
         """Zero the rows of V from ``first`` on: dead rows may hold anything, and 0 * NaN must not reach O."""
         geo = self.geo
-        for row in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
+        for token in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
+            row = position_of(geo.joined, token)
             for panel in cutlass.range_constexpr(geo.v.panels):
                 if lane * 4 < geo.v.panel_bytes:
                     ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.v.panel_bytes + lane * 4, Int32(0))

@@ -103,7 +103,6 @@ class DecodeKernel:
     ):
         geo = self.geo
         page = Int32(1) << log2_page
-        box_rows = cutlass.min(page, Int32(geo.tile))
         maps = []
         for operand, base, token, head, page_stride in (
             (geo.k, k, k_token_stride, k_head_stride, k_page_stride),
@@ -111,14 +110,16 @@ class DecodeKernel:
         ):
             # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
             box_panels = Int32(operand.panels) if page >= geo.tile else Int32(1)
+            pair = 2 if geo.joined == "tokens" else 1
+            row_bytes = pair * operand.panel_bytes
             maps.append(
                 cuda.create_tensor_map_tiled(
                     global_address=base,
                     dtype=cutlass.Uint8,
-                    global_dims=[operand.panel_bytes, page, operand.panels, num_kv_heads, num_pages],
-                    global_strides=[token, Int64(operand.panel_bytes // 16), head, page_stride],
-                    box_dims=[operand.panel_bytes, box_rows, box_panels, 1, 1],
-                    swizzle=SWIZZLES[operand.swizzle],
+                    global_dims=[row_bytes, page // pair, operand.panels, num_kv_heads, num_pages],
+                    global_strides=[token * pair, Int64(operand.panel_bytes // 16), head, page_stride],
+                    box_dims=[row_bytes, cutlass.min(page, Int32(geo.tile)) // pair, box_panels, 1, 1],
+                    swizzle=SWIZZLES[pair * operand.swizzle],
                     l2_promotion=cuda.TensorMapL2Promotion.none,
                 )
             )

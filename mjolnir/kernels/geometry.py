@@ -88,6 +88,7 @@ class Geometry:
     kv_groups: int
     ctas_per_sm: int  # halves of a CTA count as CTAs, see ``halves``
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
+    joined: str  # what makes rows of 128 bytes, see Variant
 
     @classmethod
     def of(cls, variant: Variant) -> Geometry:
@@ -121,7 +122,13 @@ class Geometry:
         kv_groups = min(max(4, row_groups) // row_groups, stages)
         if not variant.stages:
             stages -= stages % kv_groups
-        starts = ((tile * token_bytes, max(k.swizzle, v.swizzle)), (tile * k.row_bytes, v.swizzle))
+        pair = 2 if variant.joined == "tokens" else 1
+        if variant.joined and (k.panel_bytes * pair, v.panel_bytes * pair) != (128, 128):
+            raise ValueError(
+                f"{variant.name}: joined {variant.joined} must make rows of 128 bytes, got {k.panel_bytes * pair} of K "
+                f"and {v.panel_bytes * pair} of V"
+            )
+        starts = ((tile * token_bytes, pair * max(k.swizzle, v.swizzle)), (tile * k.row_bytes, pair * v.swizzle))
         if any(at % max(1, 8 * swizzle) for at, swizzle in starts):
             # A swizzle repeats every 8 rows of its width, counted from address 0.
             raise ValueError(f"{variant.name}: tiles of {tile} tokens do not start where a swizzled tile may")
@@ -145,6 +152,7 @@ class Geometry:
             kv_groups=kv_groups,
             ctas_per_sm=1,
             q_terms=2 if variant.q_split else 1,
+            joined=variant.joined,
         )
 
     @property

@@ -21,6 +21,15 @@ def token_of(v: Operand, row: Any) -> Any:
     return row if v.panel_bytes == 128 else row ^ (((row >> 1) ^ (row >> 2)) & 1)
 
 
+def position_of(joined: str, token: Any) -> Any:
+    """Where a token of a tile lies, in rows; and, the other way round, which token lies there.
+
+    Two joined tokens of 64 bytes are swizzled as one row of 128. That moves their chunks as it would in rows of 64, bits
+    4 and 5 of an address by bits 7 and 8, and also bit 6, which tells the two apart, by bit 9: in every second eight
+    tokens neighbours change places."""
+    return token ^ ((token >> 3) & 1) if joined == "tokens" else token
+
+
 def k_loads(k: Operand, token: Any, t: Any) -> list[list[Load]]:
     """Lane t's loads from the panel row of ``token`` (of a block of 8), as offsets in the row; one list per unit of
     ``Unpack.k_pairs``."""

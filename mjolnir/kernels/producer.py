@@ -11,6 +11,7 @@ from cutlass import Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales
 from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.work import (
     Mailbox,
     Work,
@@ -144,7 +145,7 @@ class Producer:
                         ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * geo.token_bytes)
                     cute.arch.sync_warp()
                     if box_row < rows:
-                        coords = (Int32(0), token & page_mask, panel, head, page)
+                        coords = self.coords(token & page_mask, panel, head, page)
                         ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
                     if cutlass.const_expr(geo.scale_stage_bytes > 0):
                         self.copy_block_scales(args, smem, lane, stage, token - box_row, rows, head, page, log2_rows)
@@ -156,7 +157,7 @@ class Producer:
                         if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
                             ahead = token + args.l2_prefetch * geo.tile
                             far_page = ptx.ldg_b32(pages + Int64(ahead >> args.log2_page) * 4)
-                            coords = (Int32(0), ahead & page_mask, panel, head, far_page)
+                            coords = self.coords(ahead & page_mask, panel, head, far_page)
                             ptx.tma_prefetch_5d(desc, coords, args.l2_policy)
                     page = next_page
                     token += geo.tile
@@ -180,6 +181,11 @@ class Producer:
             self.deliver_all(smem, late, late_stages)
         self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), mode)
 
+    def coords(self, token: Any, panel: Any, head: Any, page: Any) -> tuple[Any, ...]:
+        """Where a box begins that starts with a token of a page, by the tensor maps of decode.py."""
+        row = token >> 1 if self.geo.joined == "tokens" else token
+        return Int32(0), row, panel, head, page
+
     @cute.jit
     def first_page(self, args, seq, token):
         """The page of a token that may lie past the sequence's end, and is not used then: so it is read beside the
@@ -199,6 +205,7 @@ class Producer:
             row = lane + i * WARP
             # The page is known to the lane that loads the box of this row of K.
             row_page = cute.arch.shuffle_sync(page, (2 * (row >> log2_rows) * boxes) & (WARP - 1))
+            at = position_of(geo.joined, row)
             if row < rows:
                 named = (
                     Int32(1) if (row_page >= 0) & (row_page < args.num_pages) else Int32(0)
@@ -206,10 +213,10 @@ class Producer:
                 place = Int64(row_page), Int64((first + row) & page_mask), Int64(head)
                 if cutlass.const_expr(geo.k.scale_bytes > 0):
                     size = geo.k.scale_bytes
-                    ptx.cp_async(scales + row * size, block_address(args.k_blocks, *place), size, named * size)
+                    ptx.cp_async(scales + at * size, block_address(args.k_blocks, *place), size, named * size)
                 if cutlass.const_expr(geo.v.scale_bytes > 0):
                     size = geo.v.scale_bytes
-                    dst = scales + geo.tile * geo.k.scale_bytes + row * size
+                    dst = scales + geo.tile * geo.k.scale_bytes + at * size
                     ptx.cp_async(dst, block_address(args.v_blocks, *place), size, named * size)
         ptx.cp_async_commit()
 

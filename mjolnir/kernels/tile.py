@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import WARP, Geometry
-from mjolnir.kernels.lanes import k_loads, token_of, v_loads
+from mjolnir.kernels.lanes import k_loads, position_of, token_of, v_loads
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
@@ -82,11 +82,15 @@ class TileMath:
         return unscale
 
     def token_of(self, row: Any) -> Any:
-        """The token, of each 8, of row ``row`` of S."""
+        """Where, of each 8 of a tile, the token of row ``row`` of S lies."""
         return token_of(self.geo.v, row)
 
+    def tokens_of(self, row: Any) -> list[Any]:
+        """That token: of the first 8, and of every second 8 from there on; of the others."""
+        return [position_of(self.geo.joined, self.token_of(row) + first) - first for first in (0, 8)]
+
     def scores(self, k_tile: Any, k_scales: Any, q_frags: Any, g: Any, t: Any):
-        """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[token 8 i + token_of(g)][q row 2 t + e]."""
+        """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[8 i + tokens_of(g)[i % 2]][q row 2 t + e]."""
         geo, k = self.geo, self.geo.k
         token = self.token_of(g)
         s = [[[Float32(0.0)] * 4 for _ in range(geo.tile // 16)] for _ in range(geo.row_tiles)]

@@ -18,6 +18,9 @@ from mjolnir.integrations.vllm.eligibility import LayerShape
 from mjolnir.signature import DTYPE_NAMES
 from mjolnir.write import write_kv
 
+KV_LAYOUT = "HND"
+"""Of what ``split`` makes."""
+
 
 class Views(NamedTuple):
     """K and V of a cache as a runner takes them; block scales are None where the format has none."""
