@@ -27,6 +27,9 @@ cache, Q times q_mul is split in two terms. fp8_e5m2, which engines hardly use, 
 LOW_BIT = ("e2m3", "nvfp4")
 """Formats whose kernels without the merge of splits, for max_splits = 1, are left to demand too."""
 
+JOINED = {("fp8", 64): ("tokens", "heads"), ("nvfp4", 128): ("tokens",)}
+"""What runners that know their caches' layout join, per KV format and head size."""
+
 _FORMAT = "|".join(FORMATS)
 _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
@@ -39,11 +42,12 @@ _NAME = re.compile(
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of ``arch`` with its tuned choices (ring depth, CTAs per SM, PDL) left to the kernel."""
     return [
-        Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split)
+        Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split, joined=joined)
         for kv_format in QUERIES
         for (dtype, q_split), head_size, rows, split in itertools.product(
             QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True,) if kv_format in LOW_BIT else (True, False)
         )
+        for joined in ("", *JOINED.get((kv_format, head_size), ()))
     ]
 
 

@@ -75,7 +75,7 @@ class DecodeRunner:
         kv_layout: a promise about the caches' strides within a page, which lets rows of 64 bytes be read two at a time:
             "HND", neighbouring tokens of a head lie side by side (the token stride is the bytes of a row); "NHD",
             neighbouring heads of a token do (the head stride is). None: no promise. ``run`` refuses caches that break
-            it.
+            it. Where heads are read two at a time a NaN or Inf in K of one is in the results of both.
         ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
             one thread block. None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many

@@ -10,6 +10,7 @@ import torch
 
 from mjolnir.checks import check_tensor, scale_view
 from mjolnir.formats import KvFormat, get_format
+from mjolnir.variant import MAX_ROWS
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -57,12 +58,16 @@ class RunnerShape:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def joined(self) -> str:
-        """What the kernel joins, see ``Variant.joined``."""
+    def joined(self, q_len: int) -> str:
+        """What the kernel of a q_len joins, see ``Variant.joined``. Joined heads have twice the q rows and twice the
+        head size, and block scales are not joined."""
         formats = get_format(self.kv_format), get_format(self.v_format or self.kv_format)
-        narrow = all(fmt.row_bytes(self.head_size) == NARROW_BYTES for fmt in formats)
-        return "tokens" if narrow and self.kv_layout == "HND" else ""
+        if any(fmt.row_bytes(self.head_size) != NARROW_BYTES for fmt in formats):
+            return ""
+        if self.kv_layout == "HND":
+            return "tokens"
+        fits = 2 * q_len * self.group <= MAX_ROWS and self.num_kv_heads > 1 and not any(fmt.block for fmt in formats)
+        return "heads" if self.kv_layout == "NHD" and fits else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,10 +218,11 @@ def _cache_strides(
                 f"(strides {t.stride()}, {t.element_size()} bytes an element)"
             )
         units.append(size // TMA_ALIGN)
-        if label == KV_LAYOUTS.get(shape.kv_layout or "") and size != fmt.row_bytes(shape.head_size):
+        row_bytes = fmt.row_bytes(shape.head_size)
+        if label == KV_LAYOUTS.get(shape.kv_layout or "") and size != row_bytes:
             raise ValueError(
-                f"{name}: kv_layout = {shape.kv_layout!r} promises a {label} stride of {fmt.row_bytes(shape.head_size)} "
-                f"bytes, a row, got {size} (strides {t.stride()}, {t.element_size()} bytes an element)"
+                f"{name}: kv_layout = {shape.kv_layout!r} promises a {label} stride of {row_bytes} bytes, got {size} "
+                f"(strides {t.stride()}, {t.element_size()} bytes an element)"
             )
     return units[0], units[1], units[2]
 

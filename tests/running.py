@@ -31,6 +31,8 @@ _FP8 = [(128, rows) for rows in ROW_CLASSES] + [(64, rows) for rows in ROW_CLASS
 LOW_BIT = ("e2m3", "nvfp4")
 MIXED = (("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "fp8"))
 
+JOINED = ("tokens", "heads")
+
 GPU_VARIANTS = (
     *(Variant(ARCH, "fp8", "bf16", "fp16", d, rows) for d, rows in _FP8),
     *(Variant(ARCH, "fp8", "bf16", "bf16", 128, rows) for rows in ROW_CLASSES),
@@ -54,7 +56,9 @@ GPU_VARIANTS = (
     *(Variant(ARCH, k, "bf16", "fp16", d, 8, v_format=v) for k, v in MIXED for d in (64, 128)),
     *(Variant(ARCH, "fp8_e5m2", "bf16", "fp16", d, 8) for d in (64, 128)),
     *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, ctas_per_sm=ctas) for fmt in LOW_BIT for ctas in (1, 3)),
-    *(Variant(ARCH, "fp8", "bf16", "fp16", 64, rows, joined="tokens") for rows in ROW_CLASSES),
+    *(Variant(ARCH, "fp8", "bf16", "fp16", 64, rows, joined=joined) for joined in JOINED for rows in ROW_CLASSES),
+    *(Variant(ARCH, "fp8", "bf16", "bf16", 64, 8, joined=joined) for joined in JOINED),
+    *(Variant(ARCH, "fp8", "bf16", "fp16", 64, 8, split=False, joined=joined) for joined in JOINED),
     *(Variant(ARCH, "nvfp4", "bf16", "fp16", 128, rows, joined="tokens") for rows in ROW_CLASSES),
 )
 

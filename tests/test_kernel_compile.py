@@ -46,6 +46,8 @@ REPRESENTATIVES = [
     Variant("sm_90a", "e2m3", "bf16", "bf16", 128, 8),
     Variant("sm_90a", "nvfp4", "bf16", "bf16", 128, 8),
     Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, v_format="nvfp4"),
+    Variant("sm_90a", "fp8", "bf16", "bf16", 64, 8, joined="heads"),
+    Variant("sm_90a", "nvfp4", "bf16", "bf16", 128, 16, joined="tokens"),
 ]
 
 
@@ -159,6 +161,19 @@ def test_halves_of_a_cta(arch):
 def test_too_many_ctas_for_an_sm_is_an_error():
     with pytest.raises(ValueError, match=r"decode_.*_c9: needs \d+ bytes of shared memory a CTA, of \d+ on an SM"):
         Geometry.of(Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=9))
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "head_size", "joined", "message"),
+    [
+        ("bf16", 64, "heads", "joined heads must make rows of 128 bytes, got 256 of K"),
+        ("e2m3", 128, "tokens", "joined tokens must make rows of 128 bytes, got 192 of K"),
+        ("nvfp4", 128, "heads", "heads with block scales cannot be joined"),
+    ],
+)
+def test_what_cannot_be_joined(kv_format: str, head_size: int, joined: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Geometry.of(Variant("sm_90a", kv_format, "bf16", "bf16", head_size, 8, joined=joined))
 
 
 @pytest.mark.parametrize("tuning", [{"stages": 1}, {"ctas_per_sm": 8}])

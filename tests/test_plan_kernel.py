@@ -199,8 +199,27 @@ def test_slots_begin_empty(backend: CuteBackend) -> None:
     """Two a row, of 8 and of 64 rows of Q: O, and m and l."""
     for q_len, rows in ((1, 8), (8, 64)):
         shape = backend.plan_buffer(q_len).shape
-        slots = backend._partials[rows].view(2 * shape.num_rows, rows, 128 + 2)
+        slots = backend._partials[rows * (128 + 2)].view(2 * shape.num_rows, rows, 128 + 2)
         assert slots.dtype == torch.int32 and (slots == UNSET).all()
+
+
+@pytest.mark.parametrize("fixed", [{}, {"fixed_split": 128, "max_step_tokens": 640}], ids=["balanced", "fixed"])
+def test_joined_heads_are_planned_as_one(fixed: dict[str, int]) -> None:
+    """5 KV heads of group 8 are 3 items of 16 rows a token; of q_len 5 they would have 80 rows, and are not joined.
+    Plans and partial results are apart, also where the rows are of one class."""
+    backend = CuteBackend(
+        arch="sm_90a",
+        device=torch.device("cpu"),
+        shape=RunnerShape(40, 5, 64, 64, torch.bfloat16, "fp8", kv_layout="NHD"),
+        max_num_seqs=4,
+        tuning=Tuning(sm_count=5, **fixed),
+    )
+    for q_len, heads, rows, width in ((1, 3, 16, 128), (4, 3, 64, 128), (5, 5, 64, 64)):
+        variant, shape = backend.variant(q_len, "bf16", False), backend.plan_buffer(q_len).shape
+        assert (variant.joined, variant.head_size, variant.rows) == ("heads" if heads == 3 else "", 64, rows)
+        assert shape.num_kv_heads == heads
+        assert shape.fixed_rows == (heads * (4 + 640 // 128) if fixed else 0)
+        assert backend._partials[rows * (width + 2)].numel() == 2 * shape.num_rows * rows * (width + 2)
 
 
 def test_pairs_are_for_ctas_that_have_halves(backend: CuteBackend) -> None:

@@ -81,6 +81,7 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
             "kv_format must be one of fp8, fp8_e5m2, e2m3, nvfp4, bf16, fp16, got 'fp7'",
         ),
         ({"v_format": "fp7"}, ValueError, "v_format must be one of fp8, fp8_e5m2, e2m3, nvfp4, bf16, fp16, got 'fp7'"),
+        ({"kv_layout": "BHND"}, ValueError, "kv_layout must be one of None, 'NHD', 'HND', got 'BHND'"),
         ({"ctas_per_sm": 0}, ValueError, "ctas_per_sm must be at least 1, got 0"),
         ({"max_splits": 0}, ValueError, "max_splits must be at least 1, got 0"),
         ({"kv_stages": 0}, ValueError, "kv_stages must be at least 1, got 0"),
@@ -228,6 +229,41 @@ def test_run_refuses(runner: DecodeRunner, name: str, value: Any, error: type[Ex
     with pytest.raises(error, match=message):
         runner.run(**{**arguments, name: value})
     runner.run(**arguments)  # and goes on
+
+
+@pytest.mark.parametrize(
+    ("kv_layout", "dims", "message"),
+    [
+        ("NHD", (0, 1, 2, 3), None),
+        ("HND", (0, 2, 1, 3), None),
+        ("NHD", (0, 2, 1, 3), r"v_cache: kv_layout = 'NHD' promises a head stride of 64 bytes, got 1024 "),
+        ("HND", (0, 1, 2, 3), r"v_cache: kv_layout = 'HND' promises a token stride of 64 bytes, got 128 \(stri"),
+    ],
+)
+def test_run_refuses_a_cache_that_breaks_a_promise(kv_layout: str, dims: tuple[int, ...], message: str | None) -> None:
+    """``dims``: those of a page, in the order of V's memory."""
+    runner = DecodeRunner(**{**RUNNER, "kv_layout": kv_layout})
+    kept = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}[kv_layout]
+    arguments = run_arguments(runner)
+    for name, order in (("k_cache", kept), ("v_cache", dims)):
+        # Heads and tokens swap, or do not: the permutation is its own inverse.
+        arguments[name] = arguments[name].permute(order).contiguous().permute(order)
+    if message is None:
+        runner.run(**arguments)
+    else:
+        with pytest.raises(ValueError, match=message):
+            runner.run(**arguments)
+
+
+def test_a_promise_about_one_head_is_always_kept() -> None:
+    """The stride of a dimension of size 1 means nothing."""
+    runner = DecodeRunner(**{**RUNNER, "kv_layout": "NHD", "num_kv_heads": 1})
+    arguments = run_arguments(runner)
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = torch.zeros(6, PAGE, 3 * D, dtype=torch.uint8).as_strided(
+            (6, PAGE, 1, D), (3 * D * PAGE, 3 * D, 5, 1)
+        )
+    runner.run(**arguments)
 
 
 def test_run_refuses_the_plan_of_another_runner(runner: DecodeRunner) -> None:

@@ -6,6 +6,10 @@ elements are checked without a GPU. MMAs are exact (fp64).
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+import textwrap
 from typing import Any
 
 import ml_dtypes
@@ -36,12 +40,14 @@ class Warp:
 
     def __init__(self, smem_bytes: int) -> None:
         self.smem = np.zeros(smem_bytes, np.uint8)
+        self.gmem = np.zeros(0, np.uint8)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in dir(self):
             if not name.startswith("_") and hasattr(ptx, name):
                 monkeypatch.setattr(ptx, name, getattr(self, name))
-        for name, value in (("Float32", np.float64), ("Int32", np.int64), ("cute", _Cute), ("cutlass", _Cutlass)):
+        stand_ins = {"Float32": np.float64, "Int32": np.int64, "Int64": np.int64, "cute": _Cute, "cutlass": _Cutlass}
+        for name, value in stand_ins.items():
             monkeypatch.setattr(tile, name, value)
 
     def _read(self, addr: Any, size: int) -> npt.NDArray[np.uint8]:
@@ -60,6 +66,21 @@ class Warp:
 
     def lds_u16(self, addr: Any) -> Words:
         return np.ascontiguousarray(self._read(addr, 2)).view(np.uint16)[:, 0].astype(np.uint32)
+
+    def _read_global(self, addr: Any, dtype: Any, count: int) -> tuple[Any, ...]:
+        size = np.dtype(dtype).itemsize * count
+        addr = np.broadcast_to(addr, 32)
+        assert (addr % size == 0).all(), "misaligned"
+        return tuple(np.ascontiguousarray(self.gmem[addr[:, None] + np.arange(size)]).view(dtype).T)
+
+    def ldg128(self, addr: Any) -> tuple[Words, ...]:
+        return self._read_global(addr, np.uint32, 4)
+
+    def ldg_f32(self, addr: Any) -> npt.NDArray[np.float64]:
+        return self._read_global(addr, np.float32, 1)[0].astype(np.float64)
+
+    def ldg_f32x4(self, addr: Any) -> list[npt.NDArray[np.float64]]:
+        return [x.astype(np.float64) for x in self._read_global(addr, np.float32, 4)]
 
     def sts128(self, addr: Any, words: Any) -> None:
         data = np.stack([np.broadcast_to(w, 32) for w in words], -1).astype(np.uint32)
@@ -164,6 +185,14 @@ class _Arch:
     fmax = staticmethod(np.maximum)
 
     @staticmethod
+    def sync_warp() -> None:
+        pass
+
+    @staticmethod
+    def shuffle_sync(x: Any, lane: Any) -> Any:
+        return np.broadcast_to(x, 32)[lane]
+
+    @staticmethod
     def shuffle_sync_bfly(x: Any, offset: int) -> Any:
         return np.broadcast_to(x, 32)[LANE ^ offset]
 
@@ -175,6 +204,38 @@ class _Math:
 class _Cute:
     arch, math = _Arch, _Math
 
+    @staticmethod
+    def make_rmem_tensor(shape: tuple[int], dtype: Any) -> list[Any]:
+        return [None] * shape[0]
+
 
 class _Cutlass:
     max, min = staticmethod(np.maximum), staticmethod(np.minimum)
+    range_constexpr = range
+
+    @staticmethod
+    def const_expr(x: Any) -> Any:
+        return x
+
+
+class _Selects(ast.NodeTransformer):
+    """Conditional expressions, of a value per lane."""
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("_select", ast.Load()), [node.test, node.body, node.orelse], [])
+
+
+def jit_method(owner: type, name: str) -> Any:
+    """A method that the DSL would trace, as plain Python on arrays of lanes; ``if`` still wants one truth for all."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
+    assert isinstance(source.body[0], ast.FunctionDef)
+    source.body[0].decorator_list = []
+    module = sys.modules[owner.__module__]
+    stand_ins = {
+        "Float32": np.float64, "Int32": np.int64, "Int64": np.int64, "cute": _Cute, "cutlass": _Cutlass,
+        "_select": lambda test, x, y: np.where(test, x, y) if np.ndim(test) else (x if test else y),
+    }  # fmt: skip
+    namespace = {**vars(module), **stand_ins}
+    exec(compile(ast.fix_missing_locations(_Selects().visit(source)), module.__file__ or "", "exec"), namespace)
+    return namespace[name]

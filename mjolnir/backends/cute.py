@@ -53,20 +53,21 @@ def kernel_variant(
     shape: RunnerShape, arch: str, tuning: Tuning, q_len: int, q_dtype: str, q_split: bool = False
 ) -> Variant:
     """The kernel that a runner of this shape takes for a q_len and a query dtype; found without a GPU."""
+    joined = shape.joined(q_len)
     return Variant(
         arch=arch,
         kv_format=shape.kv_format,
         q_dtype=q_dtype,
         out_dtype=DTYPE_NAMES[shape.out_dtype],
         head_size=shape.head_size,
-        rows=rows_class(q_len * shape.group),
+        rows=rows_class(q_len * shape.group * (2 if joined == "heads" else 1)),
         split=tuning.max_splits != 1,
         pdl=tuning.pdl,
         q_split=q_split and shape.kv_format == "bf16",
         stages=tuning.kv_stages or 0,
         ctas_per_sm=tuning.ctas_per_sm or 0,
         v_format="" if shape.v_format in (None, shape.kv_format) else shape.v_format,
-        joined=shape.joined,
+        joined=joined,
     )
 
 
@@ -89,7 +90,7 @@ class CuteBackend:
         self.max_num_seqs = max_num_seqs
         self._planners: set[PlanShape] = set()  # sizes of plans that the device can make: a kernel each
         self._plan_buffers: dict[int, PlanBuffer] = {}
-        self._partials: dict[int, torch.Tensor] = {}  # by row class; shared by the q_lens of one class
+        self._partials: dict[int, torch.Tensor] = {}  # by size of a partial result; shared by the q_lens of one size
 
     def variant(self, q_len: int, q_dtype: str, q_split: bool) -> Variant:
         """The kernel for a q_len and a query dtype."""
@@ -101,12 +102,15 @@ class CuteBackend:
         if buffer is None:
             geometry = Geometry.of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
-            shape = plan_shape(self.tuning, num_ctas, self.shape.num_kv_heads, self.max_num_seqs, geometry.halves == 2)
+            heads = -(-self.shape.num_kv_heads // geometry.heads_per_item)
+            shape = plan_shape(self.tuning, num_ctas, heads, self.max_num_seqs, geometry.halves == 2)
             buffer = PlanBuffer.make(shape, self.device)
-            if geometry.rows not in self._partials:
+            if geometry.partial_floats not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.
                 floats = 2 * shape.num_rows * geometry.partial_floats if self.tuning.max_splits != 1 else 4
-                self._partials[geometry.rows] = torch.full((floats,), UNSET, dtype=torch.int32, device=self.device)
+                self._partials[geometry.partial_floats] = torch.full(
+                    (floats,), UNSET, dtype=torch.int32, device=self.device
+                )
             self._plan_buffers[q_len] = buffer
         return buffer
 
@@ -184,7 +188,7 @@ class CuteBackend:
             EVICT_FIRST if self.tuning.kv_evict_first else EVICT_NORMAL,
         )
         buffer = self.plan_buffer(q_len)
-        addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.rows].data_ptr())
+        addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.partial_floats].data_ptr())
         return Launch(kernel, addresses, strides, buffer.shape.num_ctas // geometry.halves)
 
     def is_compiled(self, variant: Variant) -> bool:

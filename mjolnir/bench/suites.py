@@ -35,6 +35,7 @@ def core() -> Iterator[Shape]:
     yield from shapes("32/8", "1x8K 32mixed", page_size=16)
     yield from shapes("32/8", "1x8K", page_size=128)
     yield from shapes("9/3 32/8", "1x8K 64x8K", head_dim=64)
+    yield from shapes("32/8", "1x8K 64x8K", head_dim=64, layout="HND")
     yield from shapes("16/4", "1x32K 16x8K", head_dim=256)
     yield from shapes("8/1", "1x32K 64x8K", head_dim=256)
     yield from shapes("32/8", "1x8K 16x8K 64x8K 256x1K", kv_format="bf16")

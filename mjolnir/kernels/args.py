@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
@@ -45,7 +45,7 @@ class DecodeArgs(NamedTuple):
     seq_rows: Int32  # of the block table, and of seq_lens at least
     max_len: Int32  # tokens that a row of the block table can name
     log2_page: Int32
-    num_kv_heads: Int32
+    num_kv_heads: Int32  # joined ones count as one; group likewise, see heads.py
     group: Int32
     q_len: Int32
     causal: Int32
@@ -55,3 +55,4 @@ class DecodeArgs(NamedTuple):
     k_blocks: BlockScales
     v_blocks: BlockScales
     num_pages: Int32
+    real_kv_heads: Any = None  # Int32 where heads are joined

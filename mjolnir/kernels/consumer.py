@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
+from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.epilogue import Epilogue
 from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.heads import half_of, kv_head_of
 from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
@@ -108,29 +112,50 @@ class Consumer:
         """Q of the warp's rows to B fragments in shared memory; returns mult of this lane's columns."""
         geo = self.geo
         live_rows = args.q_len * args.group
-        k_scale_at = Int64(seq) * args.k_scale_seq_stride + Int64(head) * args.k_scale_head_stride
-        factor = args.softmax_scale * ptx.ldg_f32(args.k_scale + k_scale_at * 4)
+        own = t  # quarter of the head's elements
+        factor = Float32(1.0)
+        if cutlass.const_expr(geo.joined == "heads"):
+            own = t & 1
+        else:
+            factor = self.score_factor(args, seq, head)
         sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
         unscale = []
         for n in cutlass.range_constexpr(geo.row_tiles):
             row = row0 + n * 8 + g
             live = row < live_rows
+            if cutlass.const_expr(geo.joined == "heads"):
+                live = live & (kv_head_of(head, half_of(args, row)) < args.real_kv_heads)
             row = row if live else Int32(0)
             token = seq * args.q_len + row // args.group
             q_head = head * args.group + row % args.group
             at = Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride
-            values = self.math.load_q_row(args.q + at * 2, t)
+            values = self.math.load_q_row(args.q + at * 2, own)
             if args.q_mul != 0:
-                self.math.scale_q_row(values, args.q_mul + Int64(q_head * geo.head_size) * 4, t)
+                self.math.scale_q_row(values, args.q_mul + Int64(q_head * self.variant.head_size) * 4, own)
             frags = q_frags + n * geo.q_frag_bytes
-            unscale.append(self.math.store_q_row(frags, values, sign if live else Float32(0.0)))
+            if cutlass.const_expr(geo.joined == "heads"):
+                half = half_of(args, row)
+                factor = self.score_factor(args, seq, kv_head_of(head, half))
+                sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
+                live = live & (t >> 1 == half)
+                row_unscale = self.math.store_q_row(frags, values, sign if live else Float32(0.0))
+                unscale.append(row_unscale * (factor * sign))
+            else:
+                unscale.append(self.math.store_q_row(frags, values, sign if live else Float32(0.0)))
         cute.arch.sync_warp()
         mult = []
         for c in cutlass.range_constexpr(2 * geo.row_tiles):
-            row_unscale = cute.arch.shuffle_sync(unscale[c // 2], (2 * t + c % 2) * 4)
-            scale = row_unscale * (factor * sign) * (LOG2_E * self.math.k_unpack.unscale)
+            scale = cute.arch.shuffle_sync(unscale[c // 2], (2 * t + c % 2) * 4)
+            if cutlass.const_expr(geo.joined != "heads"):
+                scale = scale * (factor * sign)
+            scale = scale * (LOG2_E * self.math.k_unpack.unscale)
             mult.append(cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN)))
         return mult
+
+    def score_factor(self, args: DecodeArgs, seq: Any, kv_head: Any) -> Any:
+        """Softmax scale and K descale."""
+        at = Int64(seq) * args.k_scale_seq_stride + Int64(kv_head) * args.k_scale_head_stride
+        return args.softmax_scale * ptx.ldg_f32(args.k_scale + at * 4)
 
     @cute.jit
     def clear_rows(self, v_tile, v_scales, first, lane):

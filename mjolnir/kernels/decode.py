@@ -103,6 +103,7 @@ class DecodeKernel:
     ):
         geo = self.geo
         page = Int32(1) << log2_page
+        box_rows = cutlass.min(page, Int32(geo.tile))
         maps = []
         for operand, base, token, head, page_stride in (
             (geo.k, k, k_token_stride, k_head_stride, k_page_stride),
@@ -110,19 +111,31 @@ class DecodeKernel:
         ):
             # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
             box_panels = Int32(operand.panels) if page >= geo.tile else Int32(1)
-            pair = 2 if geo.joined == "tokens" else 1
-            row_bytes = pair * operand.panel_bytes
+            dims = [operand.panel_bytes, page, operand.panels, num_kv_heads, num_pages]
+            strides = [token, Int64(operand.panel_bytes // 16), head, page_stride]
+            box = [operand.panel_bytes, box_rows, box_panels, 1, 1]
+            swizzle = operand.swizzle
+            if cutlass.const_expr(geo.joined == "tokens"):
+                dims[:2], strides[0], box[:2] = [128, page // 2], token * 2, [128, box_rows // 2]
+                swizzle = 128
+            if cutlass.const_expr(geo.joined == "heads"):
+                # All heads in one dimension, which ends with the last one: past it are zeros, not the next token.
+                dims[0], dims[3] = num_kv_heads * (operand.panel_bytes // 2), Int32(1)
             maps.append(
                 cuda.create_tensor_map_tiled(
                     global_address=base,
                     dtype=cutlass.Uint8,
-                    global_dims=[row_bytes, page // pair, operand.panels, num_kv_heads, num_pages],
-                    global_strides=[token * pair, Int64(operand.panel_bytes // 16), head, page_stride],
-                    box_dims=[row_bytes, cutlass.min(page, Int32(geo.tile)) // pair, box_panels, 1, 1],
-                    swizzle=SWIZZLES[pair * operand.swizzle],
+                    global_dims=dims,
+                    global_strides=strides,
+                    box_dims=box,
+                    swizzle=SWIZZLES[swizzle],
                     l2_promotion=cuda.TensorMapL2Promotion.none,
                 )
             )
+        real_kv_heads = None
+        if cutlass.const_expr(geo.joined == "heads"):
+            real_kv_heads = num_kv_heads
+            num_kv_heads, group = (num_kv_heads + 1) // 2, 2 * group
         args = DecodeArgs(
             q,
             out,
@@ -159,6 +172,7 @@ class DecodeKernel:
             BlockScales(k_block_scale, k_block_token_stride, k_block_head_stride, k_block_page_stride),
             BlockScales(v_block_scale, v_block_token_stride, v_block_head_stride, v_block_page_stride),
             num_pages,
+            real_kv_heads,
         )
         self.kernel(maps[0], maps[1], args).launch(
             grid=(grid, 1, 1),

@@ -14,6 +14,7 @@ from cutlass import Float32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.heads import half_of, kv_head_of
 from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState, weight_of
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
@@ -80,6 +81,10 @@ class Epilogue:
         thread = thread + half * paired * (geo.consumer_warps * WARP)
         self.element = thread % (geo.head_size // 4) * 4
         self.first_row = thread // (geo.head_size // 4)
+        self.kv_head, self.column = head, self.element  # whose V the elements are of, and where they are in O's row
+        if geo.joined == "heads":
+            self.half, self.column = self.element // variant.head_size, self.element % variant.head_size
+            self.kv_head = cutlass.min(kv_head_of(head, self.half), args.real_kv_heads - 1)
         self.row_step = geo.consumer_warps * WARP // (geo.head_size // 4) * self.halves
 
     def sync(self) -> None:
@@ -142,11 +147,21 @@ class Epilogue:
 
     def v_factor(self) -> Any:
         args = self.args
-        at = Int64(self.seq) * args.v_scale_seq_stride + Int64(self.head) * args.v_scale_head_stride
+        at = Int64(self.seq) * args.v_scale_seq_stride + Int64(self.kv_head) * args.v_scale_head_stride
         return ptx.ldg_f32(args.v_scale + at * 4)
 
     @cute.jit
     def finish_row(self, row, state, mult, v_factor):
+        """Write a row's elements, if they are of its head."""
+        if cutlass.const_expr(self.geo.joined == "heads"):
+            half = half_of(self.args, row)
+            if half == self.half and kv_head_of(self.head, half) < self.args.real_kv_heads:
+                self.write_row(row, state, mult, v_factor)
+        else:
+            self.write_row(row, state, mult, v_factor)
+
+    @cute.jit
+    def write_row(self, row, state, mult, v_factor):
         """Normalise, apply v_scale and o_mul, round once, write."""
         args = self.args
         m, l, *o = [state[i] for i in range(6)]
@@ -158,12 +173,12 @@ class Epilogue:
             inverse = inverse * self.v_unscale
         factors = [Float32(1.0)] * 4
         if args.o_mul != 0:
-            factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.geo.head_size + self.element) * 4))
+            factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.variant.head_size + self.column) * 4))
         o = [x * inverse * v_factor * f for x, f in zip(o, factors, strict=True)]
         pack = ptx.pack_bf16x2 if self.variant.out_dtype == "bf16" else ptx.pack_f16x2
-        at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + Int64(self.element)
+        at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + Int64(self.column)
         ptx.stg_b64(args.out + at * 2, pack(o[0], o[1]), pack(o[2], o[3]))
         if args.lse != 0:
-            if self.element == 0:
+            if self.column == 0:
                 value = Float32(NEG_INF) if l == 0.0 else (m * mult + (ptx.lg2(l) - P_BIAS)) * LN_2
                 ptx.stg_f32(args.lse + (Int64(token) * args.lse_token_stride + Int64(head)) * 4, value)

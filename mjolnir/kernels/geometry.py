@@ -77,7 +77,8 @@ class Geometry:
     """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
     stage and divide the q rows)."""
 
-    head_size: int
+    heads_per_item: int  # KV heads: 2 where they are joined
+    head_size: int  # of all of them
     rows: int
     k: Operand
     v: Operand
@@ -106,7 +107,8 @@ class Geometry:
 
     @classmethod
     def _with_ring(cls, variant: Variant, ring_bytes: int) -> Geometry:
-        d, rows = variant.head_size, variant.rows
+        heads_per_item = 2 if variant.joined == "heads" else 1
+        d, rows = variant.head_size * heads_per_item, variant.rows
         formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
         k, v = (Operand.of(fmt, d) for fmt in formats)
         token_bytes = k.row_bytes + v.row_bytes
@@ -123,11 +125,13 @@ class Geometry:
         if not variant.stages:
             stages -= stages % kv_groups
         pair = 2 if variant.joined == "tokens" else 1
-        if variant.joined and (k.panel_bytes * pair, v.panel_bytes * pair) != (128, 128):
+        if variant.joined and (k.row_bytes * pair, v.row_bytes * pair) != (128, 128):
             raise ValueError(
-                f"{variant.name}: joined {variant.joined} must make rows of 128 bytes, got {k.panel_bytes * pair} of K "
-                f"and {v.panel_bytes * pair} of V"
+                f"{variant.name}: joined {variant.joined} must make rows of 128 bytes, got {k.row_bytes * pair} of K "
+                f"and {v.row_bytes * pair} of V"
             )
+        if variant.joined == "heads" and k.scale_bytes + v.scale_bytes:
+            raise ValueError(f"{variant.name}: heads with block scales cannot be joined")
         starts = ((tile * token_bytes, pair * max(k.swizzle, v.swizzle)), (tile * k.row_bytes, pair * v.swizzle))
         if any(at % max(1, 8 * swizzle) for at, swizzle in starts):
             # A swizzle repeats every 8 rows of its width, counted from address 0.
@@ -141,6 +145,7 @@ class Geometry:
             # The epilogue's threads stand four elements apart on a row: all of it at once.
             raise ValueError(f"stages = {stages}: a head size of {d} takes {d // 4 // WARP} consumer warps or more")
         return cls(
+            heads_per_item=heads_per_item,
             head_size=d,
             rows=rows,
             k=k,

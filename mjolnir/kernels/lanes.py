@@ -24,9 +24,9 @@ def token_of(v: Operand, row: Any) -> Any:
 def position_of(joined: str, token: Any) -> Any:
     """Where a token of a tile lies, in rows; and, the other way round, which token lies there.
 
-    Two joined tokens of 64 bytes are swizzled as one row of 128. That moves their chunks as it would in rows of 64, bits
-    4 and 5 of an address by bits 7 and 8, and also bit 6, which tells the two apart, by bit 9: in every second eight
-    tokens neighbours change places."""
+    Two joined tokens of 64 bytes are swizzled as one row of 128. That moves their chunks as it would in rows of 64, by
+    bits 7 and 8 of an address its bits 4 and 5, and also bit 6, which tells the two apart, by bit 9: in every second
+    eight tokens neighbours change places."""
     return token ^ ((token >> 3) & 1) if joined == "tokens" else token
 
 

@@ -183,8 +183,9 @@ class Producer:
 
     def coords(self, token: Any, panel: Any, head: Any, page: Any) -> tuple[Any, ...]:
         """Where a box begins that starts with a token of a page, by the tensor maps of decode.py."""
-        row = token >> 1 if self.geo.joined == "tokens" else token
-        return Int32(0), row, panel, head, page
+        if self.geo.joined == "heads":
+            return head * self.geo.k.panel_bytes, token, Int32(0), Int32(0), page
+        return Int32(0), token >> 1 if self.geo.joined == "tokens" else token, panel, head, page
 
     @cute.jit
     def first_page(self, args, seq, token):

@@ -119,6 +119,7 @@ def make_runner(case: Case, device: torch.device) -> DecodeRunner:
         max_q_len=case.q_len,
         kv_format=case.kv_format,
         v_format=case.v_format,
+        kv_layout=case.kv_layout,
         max_splits=case.max_splits,
         device=device,
     )

@@ -44,6 +44,7 @@ class Case:
     scales: str = "one"
     factors: bool = False
     max_splits: int | None = None
+    kv_layout: str | None = None  # what the runner is promised
 
     @property
     def name(self) -> str:
@@ -59,6 +60,8 @@ class Case:
             parts.append("q_mul, o_mul")
         if self.max_splits is not None:
             parts.append(f"max_splits {self.max_splits}")
+        if self.kv_layout is not None:
+            parts.append(f"known to be {self.kv_layout}")
         return ", ".join(parts)
 
 
@@ -115,6 +118,7 @@ def _sections() -> Iterator[Case]:
     yield Case(kv_format="fp16", q_dtype="fp16", head_size=64, q_len=4, page_size=16)
     yield Case(kv_format="fp16", q_dtype="fp16", head_size=256)
     yield from _low_bit()
+    yield from _joined()
 
 
 def _low_bit() -> Iterator[Case]:
@@ -139,3 +143,24 @@ def _low_bit() -> Iterator[Case]:
         yield Case(kv_format=kv_format, v_format=v_format)
         yield Case(kv_format=kv_format, v_format=v_format, head_size=64)
     yield Case(kv_format="fp8_e5m2")
+
+
+def _joined() -> Iterator[Case]:
+    """Rows of 64 bytes that are read two at a time: two heads' or two tokens'."""
+    for kv_layout, layouts in (("NHD", ("separate", "2BNHD")), ("HND", ("B2HND", "2BHND"))):
+        common = Case(head_size=64, kv_layout=kv_layout, layout=layouts[0])
+        odd = dataclasses.replace(common, num_heads=9, num_kv_heads=3)
+        for page_size in (16, 256):
+            yield dataclasses.replace(odd, page_size=page_size)
+        for group, q_len in ((1, 1), (4, 4), (8, 4), (16, 4)):
+            yield dataclasses.replace(common, num_heads=2 * group, q_len=q_len)
+        yield dataclasses.replace(odd, q_len=3, causal=False, layout=layouts[1])
+        for scales in ("sequence", "negative"):
+            yield dataclasses.replace(odd, scales=scales)
+        yield dataclasses.replace(odd, factors=True, lengths="skewed")
+        yield dataclasses.replace(odd, lengths="skewed", max_splits=1)
+        yield dataclasses.replace(common, out_dtype="bf16", lengths="uniform")
+    nvfp4 = Case(kv_format="nvfp4", kv_layout="HND", layout="B2HND")
+    for page_size, q_len in ((16, 1), (64, 4)):
+        yield dataclasses.replace(nvfp4, page_size=page_size, q_len=q_len)
+    yield dataclasses.replace(nvfp4, scales="sequence", factors=True)
