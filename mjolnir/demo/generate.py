@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mjolnir.calibration.scales import KvScales
 from mjolnir.checks import check_choice, check_positive_int
-from mjolnir.demo.kv import PagedKVCache
+from mjolnir.demo.kv import KV_LAYOUT, PagedKVCache
 from mjolnir.demo.model import Llama, LlamaConfig, causal_attention
 from mjolnir.demo.tokenizer import ChatTokenizer
 from mjolnir.demo.weights import find_model, read_gguf
@@ -53,6 +53,7 @@ class CachedDecoder:
             q_mode=q_mode,
             kv_format=kv_format,
             v_format=v_format,
+            kv_layout=KV_LAYOUT,
             device=model.device,
         )
         self.cache = PagedKVCache(

@@ -16,6 +16,10 @@ HEADROOM = 2.0
 relative, only one power of two of the smallest values. In narrower formats it would, and they get none."""
 
 
+KV_LAYOUT = "HND"
+"""Of a page, as ``DecodeRunner`` calls it."""
+
+
 class PagedKVCache:
     """K and V of all layers of one sequence.
 
