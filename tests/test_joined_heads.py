@@ -89,6 +89,8 @@ def test_scores_are_of_a_rows_own_head(
         query = query * q_mul
 
     stand_in = SimpleNamespace(geo=geo, variant=variant, math=TileMath(variant, geo))
+    for name in ("own_quarter", "q_address"):
+        setattr(stand_in, name, getattr(Consumer, name).__get__(stand_in))
     stand_in.score_factor = lambda *a: Consumer.score_factor(stand_in, *a)  # type: ignore[arg-type]
     read_q = jit_method(Consumer, "read_q")
     fmt = get_format("fp8")
@@ -98,7 +100,7 @@ def test_scores_are_of_a_rows_own_head(
         for half in range(min(2, kv_heads - 2 * pair)):
             codes[:, half * D : (half + 1) * D], _, keys[:, half] = random_rows(fmt, geo.tile, D, gen)
         lay_out(warp.smem, 0, geo.k, codes)
-        row0, frags = row_group * geo.rows_per_warp, geo.exchange_offset + LANE * 16
+        row0, frags = row_group * geo.rows_per_warp, geo.q_offset + LANE * 16
         mult = read_q(stand_in, args, frags, SEQ, pair, row0, G, T)
         scores = stand_in.math.scores(0, geo.scales_offset, frags, G, T)
         for n, e, lane in itertools.product(range(geo.row_tiles), range(2), range(32)):

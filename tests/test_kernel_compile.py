@@ -17,6 +17,10 @@ from mjolnir.backends import KERNEL_ARCHS, PROVEN_ARCHS
 from mjolnir.catalogue import all_variants
 from mjolnir.compiler.build import dsl_missing_reason
 from mjolnir.compiler.inspect import KernelReport, find_cuobjdump, inspect_variant
+
+if dsl_missing_reason():
+    pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
+
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant

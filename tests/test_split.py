@@ -23,6 +23,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_walk import Item, Piece, by_item, walk
 
+from mjolnir.compiler.build import dsl_missing_reason
+
+if dsl_missing_reason():
+    pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
+
 from mjolnir.kernels import epilogue, geometry, split, work
 from mjolnir.kernels.geometry import LOADS_IN_FLIGHT, LOG2_TEAM
 from mjolnir.plan import ARRIVE, PAIRED, PLAN_TILE, WAIT, PlanShape, build_plan, fixed_rows
@@ -30,7 +35,10 @@ from mjolnir.plan import ARRIVE, PAIRED, PLAN_TILE, WAIT, PlanShape, build_plan,
 MULT = 0.5  # of every row: base-2 score per unit of raw S
 HEAD_SIZE, ROWS, LIVE_ROWS = 8, 4, 3  # a thread has four elements: two threads on a row
 HALF_THREADS = HEAD_SIZE // 4
-SHARED = ("self.merge", "self.add_slots", "self.arrive", "self.sync", "ptx.ld_relaxed", "ptx.st_relaxed", "ptx.atomic")
+SHARED = (
+    *("self.merge", "self.write", "self.add_slots", "self.arrive", "self.sync"),
+    *("ptx.ld_relaxed", "ptx.st_relaxed", "ptx.atomic"),
+)
 
 Steps = Iterator[None]
 """What a thread does, pausing before each access to what threads share."""
@@ -74,7 +82,9 @@ def kernel_text(module: Any, *names: str, **stand_ins: Any) -> Any:
         "WAIT": WAIT,
         "PAIRED": PAIRED,
         "weight_of": lambda m, top, mult: 2.0 ** ((m - top) * mult),
-        "cutlass": SimpleNamespace(min=min, range=lambda *args, unroll: range(*args), range_constexpr=range),
+        "cutlass": SimpleNamespace(
+            const_expr=bool, min=min, range=lambda *args, unroll: range(*args), range_constexpr=range
+        ),
         "cute": SimpleNamespace(
             make_rmem_tensor=lambda shape, _: Registers([None] * shape[0]), arch=SimpleNamespace(fmax=max)
         ),
@@ -200,9 +210,10 @@ PTX = SimpleNamespace(
 )
 
 SUMS = kernel_text(epilogue, "empty_sum", "add_parts")
+WHOLE = kernel_text(epilogue, "write", "finish_rows", ptx=PTX, **vars(SUMS))
 TEXT = kernel_text(
-    split, "conclude", "arrive", "merge", "slots", "add_slots", "values_address", "stats_address", "slot_of",
-    ptx=PTX, Teams=split.Teams, Level=split.Level, **vars(SUMS),
+    split, "conclude", "merge_splits", "arrive", "merge", "slots", "add_slots", "values_address", "stats_address",
+    "slot_of", ptx=PTX, Teams=split.Teams, Level=split.Level, **vars(SUMS),
 )  # fmt: skip
 PLACES = kernel_text(work, "two_by_two")
 
@@ -211,9 +222,12 @@ class Merge:
     """Stands for ``SplitMerge``: a thread of ``half``, for a piece."""
 
     args = SimpleNamespace(partials=0, counters=0)
-    geo = SimpleNamespace(head_size=HEAD_SIZE, rows=ROWS, partial_floats=ROWS * (HEAD_SIZE + 2))
+    variant = SimpleNamespace(split=True)
+    geo = SimpleNamespace(own_q=False, head_size=HEAD_SIZE, rows=ROWS, partial_floats=ROWS * (HEAD_SIZE + 2))
     live_rows, mult = LIVE_ROWS, 0
-    conclude, arrive, merge, slots, add_slots = TEXT.conclude, TEXT.arrive, TEXT.merge, TEXT.slots, TEXT.add_slots
+    conclude, merge_splits, merge, write = TEXT.conclude, TEXT.merge_splits, TEXT.merge, WHOLE.write
+    finish_rows = WHOLE.finish_rows
+    arrive, slots, add_slots = TEXT.arrive, TEXT.slots, TEXT.add_slots
     values_address, stats_address = TEXT.values_address, TEXT.stats_address
 
     def __init__(self, half: Half, item: Item, thread: int, paired: int):

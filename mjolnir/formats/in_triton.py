@@ -183,7 +183,8 @@ def e4m3_value(code):
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where((code & 0x80) != 0, -value, value)
+    # Not -value, which is 0 - value on a GPU and so +0 for 0.
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

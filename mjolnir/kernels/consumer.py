@@ -10,7 +10,6 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
-from mjolnir.kernels.epilogue import Epilogue
 from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.heads import half_of, kv_head_of
 from mjolnir.kernels.lanes import position_of
@@ -42,11 +41,11 @@ class Consumer:
         tokens = self.math.tokens_of(g)
         kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
         row0 = row_group * geo.rows_per_warp
-        # B fragments of Q stay in this warp's part of the exchange buffer until the piece's O goes there.
-        q_frags = smem + geo.exchange_offset + (kv_group * geo.rows + row0) * (geo.exchange_stride * 4) + lane * 16
+        q_frags = smem + geo.q_offset + (kv_group * geo.row_groups + row_group) * geo.q_warp_bytes + lane * 16
         stage = Int32(0)  # as the producer counts
         filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
         turn = Int32(0)
+        written = Int32(0)  # pieces that the last warp wrote
         self.mailbox.wait(smem, turn)
         pieces = self.mailbox.read(smem, turn).pieces
         while pieces >= 0:
@@ -57,10 +56,16 @@ class Consumer:
                 begin, end = span_of(self.mailbox.read(smem, turn), p, seq_len)
                 tiles = num_tiles(geo, begin, end)
                 mult = self.read_q(args, q_frags, seq, head, row0, g, t)
+                if cutlass.const_expr(geo.own_q):
+                    self.prefetch_q(args, self.mailbox.read(smem, turn), p + 1, row0, g, t)
                 state = self.softmax.start()
                 stage = first_stage(geo, stage)
                 mine = stage + kv_group
+                held = Int32(0)  # the barrier of a stage that was read but is not released yet, see release
                 for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
+                    if cutlass.const_expr(geo.scale_stage_bytes > 0):
+                        if held != 0:
+                            self.release(held, lane)
                     token0 = begin + tile * geo.tile
                     k_tile = smem + mine * geo.stage_bytes
                     v_tile = k_tile + geo.tile * geo.k.row_bytes
@@ -80,27 +85,29 @@ class Consumer:
                                 scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
                     self.softmax.update(state, scores, mult)
                     self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        ptx.mbarrier_arrive(smem + geo.empty_offset + 8 * mine)
+                    held = smem + geo.empty_offset + 8 * mine
+                    if cutlass.const_expr(geo.scale_stage_bytes == 0):
+                        self.release(held, lane)
                     mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
+                if cutlass.const_expr(geo.scale_stage_bytes > 0):
+                    if held != 0:
+                        self.release(held, lane)
                 stage = (stage + tiles) % geo.stages
-                if cutlass.const_expr(self.variant.split):
-                    work = self.mailbox.read(smem, turn)
-                    mode = self.mailbox.mode(smem, turn)
-                    paired = Int32(mode == PAIRED) if cutlass.const_expr(geo.halves == 2) else Int32(0)
-                    merge = SplitMerge(self.variant, geo, args, smem, seq, head, paired)
-                    merge.share(state, mult, kv_group, row0)
-                    merge.conclude(
-                        work.row,
-                        work.first_row if p == 0 and work.first_tile > 0 else work.row,
-                        work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row,
-                        Int32(mode != ARRIVE),
-                    )
-                else:
-                    epilogue = Epilogue(self.variant, geo, args, smem, seq, head, Int32(0))
-                    epilogue.share(state, mult, kv_group, row0)
-                    epilogue.write()
+                work = self.mailbox.read(smem, turn)
+                mode = self.mailbox.mode(smem, turn)
+                paired = Int32(mode == PAIRED) if cutlass.const_expr(geo.halves == 2) else Int32(0)
+                result = SplitMerge(self.variant, geo, args, smem, seq, head, paired)
+                if cutlass.const_expr(geo.own_q):
+                    ptx.mbarrier_wait(result.exchange_free, (written & 1) ^ 1)
+                result.share(state, mult, kv_group, row0)
+                alone = result.conclude(
+                    work.row,
+                    work.first_row if p == 0 and work.first_tile > 0 else work.row,
+                    work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row,
+                    Int32(mode != ARRIVE),
+                )
+                if cutlass.const_expr(geo.own_q):
+                    written += alone
                 p += 1
             self.mailbox.free(smem, lane, turn)
             turn += 1
@@ -108,15 +115,46 @@ class Consumer:
             pieces = self.mailbox.read(smem, turn).pieces
 
     @cute.jit
+    def release(self, stage_empty, lane):
+        """Give a stage back to the producer.
+
+        The compiler lets the arrival follow the last loads from the stage without waiting for what they load, and
+        between the copies of block scales, of which one may keep the load unit busy for long, the next tile's V came
+        first: in every launch over token-major pages. So with block scales a stage is released after the tile's loop
+        body: its arithmetic has been issued by then, and so has all that it loads."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbarrier_arrive(stage_empty)
+
+    @cute.jit
+    def prefetch_q(self, args, work, p, row0, g, t):
+        """Q of piece p, if there is one, into L1 a piece before it is read: under load that takes L2 a microsecond."""
+        if p < work.pieces:
+            seq, head = item_of(args, work, p)
+            for n in cutlass.range_constexpr(self.geo.row_tiles):
+                row = row0 + n * 8 + g
+                if row < args.q_len * args.group:
+                    address = self.q_address(args, seq, head, row)
+                    for _, element in self.math.lane_runs(self.own_quarter(t))[0]:
+                        ptx.prefetch_l1(address + Int64(element) * 2)
+
+    def own_quarter(self, t: Any) -> Any:
+        """Of a row of Q, the part that lane t reads: a quarter, or half of the one that is joined to another."""
+        return t & 1 if self.geo.joined == "heads" else t
+
+    def q_address(self, args: Any, seq: Any, head: Any, row: Any) -> Any:
+        token = seq * args.q_len + row // args.group
+        q_head = head * args.group + row % args.group
+        return args.q + (Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride) * 2
+
+    @cute.jit
     def read_q(self, args, q_frags, seq, head, row0, g, t):
         """Q of the warp's rows to B fragments in shared memory; returns mult of this lane's columns."""
         geo = self.geo
         live_rows = args.q_len * args.group
-        own = t  # quarter of the head's elements
+        own = self.own_quarter(t)
         factor = Float32(1.0)
-        if cutlass.const_expr(geo.joined == "heads"):
-            own = t & 1
-        else:
+        if cutlass.const_expr(geo.joined != "heads"):
             factor = self.score_factor(args, seq, head)
         sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
         unscale = []
@@ -126,11 +164,9 @@ class Consumer:
             if cutlass.const_expr(geo.joined == "heads"):
                 live = live & (kv_head_of(head, half_of(args, row)) < args.real_kv_heads)
             row = row if live else Int32(0)
-            token = seq * args.q_len + row // args.group
-            q_head = head * args.group + row % args.group
-            at = Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride
-            values = self.math.load_q_row(args.q + at * 2, own)
+            values = self.math.load_q_row(self.q_address(args, seq, head, row), own)
             if args.q_mul != 0:
+                q_head = head * args.group + row % args.group
                 self.math.scale_q_row(values, args.q_mul + Int64(q_head * self.variant.head_size) * 4, own)
             frags = q_frags + n * geo.q_frag_bytes
             if cutlass.const_expr(geo.joined == "heads"):

@@ -25,6 +25,7 @@ from mjolnir.kernels.args import BlockScales, DecodeArgs
 from mjolnir.kernels.consumer import Consumer
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.producer import Producer
+from mjolnir.kernels.scales_warp import ScaleCopier
 from mjolnir.variant import Variant
 
 SWIZZLES = {
@@ -42,6 +43,7 @@ class DecodeKernel:
         self.geo = Geometry.of(variant)
         self.producer = Producer(variant, self.geo)
         self.consumer = Consumer(variant, self.geo)
+        self.scale_copier = ScaleCopier(variant, self.geo)
 
     @cute.jit
     def __call__(
@@ -195,7 +197,8 @@ class DecodeKernel:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         lane = tid % WARP
-        half, warp = warp // (geo.consumer_warps + 1), warp % (geo.consumer_warps + 1)
+        warps = geo.threads // WARP
+        half, warp = warp // warps, warp % warps
         size = geo.halves * geo.half_bytes
         storage = cutlass.Array(cutlass.Uint8, size, space=cutlass.AddressSpace.smem, alignment=1024)
         smem = Int32(storage.data_ptr().toint()) + half * geo.half_bytes
@@ -206,7 +209,9 @@ class DecodeKernel:
                 ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
             for box in cutlass.range_constexpr(2):
                 ptx.mbarrier_init(smem + geo.mail_full_offset + 8 * box, Int32(1))
-                ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(geo.consumer_warps))
+                ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(warps - 1))
+            ptx.mbarrier_init(smem + geo.exchange_free_offset, Int32(1))
+            ptx.sts_b32(smem + geo.counter_offset, Int32(0))
             ptx.fence_mbarrier_init()
             ptx.prefetch_tensormap(desc_k)
             ptx.prefetch_tensormap(desc_v)
@@ -220,4 +225,8 @@ class DecodeKernel:
         else:
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
-            self.consumer.run(args, smem, warp, lane)
+            if warp < geo.consumer_warps:
+                self.consumer.run(args, smem, warp, lane)
+            if cutlass.const_expr(geo.feeding_warps == 2):
+                if warp > geo.consumer_warps:
+                    self.scale_copier.run(args, smem, lane)

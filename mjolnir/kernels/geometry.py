@@ -90,6 +90,7 @@ class Geometry:
     ctas_per_sm: int  # halves of a CTA count as CTAs, see ``halves``
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
     joined: str  # what makes rows of 128 bytes, see Variant
+    own_q: bool = False  # Q lies beside the exchange buffer, not in it
 
     @classmethod
     def of(cls, variant: Variant) -> Geometry:
@@ -98,9 +99,14 @@ class Geometry:
             geometry = cls._with_ring(variant, ring_bytes)
             fit = available // (geometry.smem_bytes + 1024)
             if fit >= (variant.ctas_per_sm or 1):
-                # Two CTAs of five warps leave a thread 168 registers; so does one of nine.
-                two = geometry.threads <= 5 * WARP
-                return dataclasses.replace(geometry, ctas_per_sm=variant.ctas_per_sm or min(fit, 1 + two))
+                # Two CTAs of six warps leave a thread 168 registers; so does one of nine.
+                two = geometry.threads <= 6 * WARP
+                ctas = variant.ctas_per_sm or min(fit, 1 + two)
+                roomy = dataclasses.replace(geometry, ctas_per_sm=ctas, own_q=True)
+                # One warp would take too long over more than 8 rows; e2m3 rows of 256 would spill.
+                small = geometry.rows == 8 and geometry.head_size <= 128
+                own_q = small and available // (roomy.smem_bytes + 1024) >= ctas
+                return dataclasses.replace(roomy, own_q=own_q)
         raise ValueError(
             f"{variant.name}: needs {geometry.smem_bytes} bytes of shared memory a CTA, of {available} on an SM"
         )
@@ -167,7 +173,12 @@ class Geometry:
     @property
     def threads(self) -> int:
         """Of a half."""
-        return (self.consumer_warps + 1) * WARP
+        return (self.consumer_warps + self.feeding_warps) * WARP
+
+    @property
+    def feeding_warps(self) -> int:
+        """Of a half: the producer and, for block scales, the warp that copies them."""
+        return 2 if self.scale_stage_bytes else 1
 
     @property
     def halves(self) -> int:
@@ -223,17 +234,16 @@ class Geometry:
 
     @property
     def late_stages(self) -> int:
-        """Tiles whose block scales the producer leaves on their way when it goes on to the next: at most 5, whose
-        numbers and one more fit in a word."""
-        return min(5, self.stages // 2) if self.scale_stage_bytes else 0
+        """Tiles whose block scales are on their way at a time: at most 6, whose numbers fit in a word."""
+        return min(6, max(1, self.stages // 2)) if self.scale_stage_bytes else 0
 
     @property
     def full_arrivals(self) -> int:
         """At the barrier of a full stage: the lane that issues the boxes and, for block scales, all that copy them."""
         return 1 + (WARP if self.scale_stage_bytes else 0)
 
-    # Shared memory, in bytes from its 1024-aligned base: ring, block scales of the ring, exchange, (m, l), row scales,
-    # flag, mbarriers, mailbox.
+    # Shared memory, in bytes from its 1024-aligned base: ring, block scales of the ring, exchange, Q, (m, l), row
+    # scales, flag, counter, mbarriers, mailbox.
 
     @property
     def scales_offset(self) -> int:
@@ -244,8 +254,23 @@ class Geometry:
         return self.scales_offset + self.stages * self.scale_stage_bytes
 
     @property
+    def exchange_warp_bytes(self) -> int:
+        """A warp's part of the exchange buffer."""
+        return self.rows_per_warp * self.exchange_stride * 4
+
+    @property
+    def q_offset(self) -> int:
+        return self.exchange_offset + self.consumer_warps * self.exchange_warp_bytes * self.own_q
+
+    @property
+    def q_warp_bytes(self) -> int:
+        """From one warp's Q to the next one's. Without memory of its own Q stays in the warp's part of the exchange
+        buffer, until the piece's O goes there."""
+        return self.row_tiles * self.q_frag_bytes if self.own_q else self.exchange_warp_bytes
+
+    @property
     def ml_offset(self) -> int:
-        return self.exchange_offset + self.kv_groups * self.rows * self.exchange_stride * 4
+        return self.q_offset + self.consumer_warps * self.q_warp_bytes
 
     @property
     def mult_offset(self) -> int:
@@ -254,6 +279,10 @@ class Geometry:
     @property
     def flag_offset(self) -> int:
         return self.mult_offset + self.rows * 4
+
+    @property
+    def counter_offset(self) -> int:
+        return self.flag_offset + 4
 
     @property
     def full_offset(self) -> int:
@@ -272,9 +301,13 @@ class Geometry:
         return self.mail_full_offset + 16
 
     @property
+    def exchange_free_offset(self) -> int:
+        return self.mail_free_offset + 16
+
+    @property
     def mail_offset(self) -> int:
         """Two rows of the plan, 32 bytes each, on their way from the producer to the consumers."""
-        return (self.mail_free_offset + 16 + 15) // 16 * 16
+        return (self.exchange_free_offset + 8 + 15) // 16 * 16
 
     @property
     def smem_bytes(self) -> int:

@@ -20,7 +20,7 @@ INT32_MAX = tl.constexpr(2**31 - 1)
 FAR = tl.constexpr(2**62)
 TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_COST), tl.constexpr(plan.MIN_SHARE)
 COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)
-DYNAMIC_ABOVE, ALIGN_SLACK = tl.constexpr(plan.DYNAMIC_ABOVE), tl.constexpr(plan.ALIGN_SLACK)
+DYNAMIC_ABOVE, SKEWED, ALIGN_SLACK = (tl.constexpr(n) for n in (plan.DYNAMIC_ABOVE, plan.SKEWED, plan.ALIGN_SLACK))
 SINGLE_TILES, PAIR_SHARE = tl.constexpr(plan.SINGLE_TILES), tl.constexpr(plan.PAIR_SHARE)
 SHORT_0, SHORT_1 = (tl.constexpr(tiles) for tiles in plan.SHORT_TILES)
 ARRIVE, WAIT, PAIRED = tl.constexpr(plan.ARRIVE), tl.constexpr(plan.WAIT), tl.constexpr(plan.PAIRED)
@@ -129,7 +129,7 @@ def _build_plan(
     if MAX_SPLITS > 1:
         share_0 = tl.maximum(share_0, (longest - 2) // (MAX_SPLITS - 1) + 1)
     else:
-        guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE)
+        guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & (longest * num_seqs >= SKEWED * tl.sum(tiles, 0))
         share_0 = tl.where(guided, (total * TENTHS_0 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_0)
         share_1 = tl.where(guided, (total * TENTHS_1 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_1)
         row_1 = tl.where(guided, ROWS_0 * NUM_CTAS, row_1)

@@ -9,9 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.args import BlockScales
-from mjolnir.kernels.geometry import WARP, Geometry
-from mjolnir.kernels.lanes import position_of
+from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.work import (
     Mailbox,
     Work,
@@ -25,9 +23,6 @@ from mjolnir.kernels.work import (
 )
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
-
-STAGE_BITS = 5
-"""Of a stage's number: there are 32 at most."""
 
 
 class Producer:
@@ -108,7 +103,6 @@ class Producer:
         stage = Int32(0)  # of the ring
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
-        late, late_stages = Int32(0), Int32(0)  # see deliver
         row = work.row
         while row < num_rows:
             self.mailbox.put(smem, lane, turn, work, mode)
@@ -131,12 +125,6 @@ class Producer:
                     if box_row < cutlass.min(left - geo.tile, Int32(geo.tile)):
                         next_page = ptx.ldg_b32(pages + Int64((token + geo.tile) >> args.log2_page) * 4)
                     empty, parity = smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1
-                    if cutlass.const_expr(geo.late_stages > 0):
-                        # The consumers may need what is late to free this stage.
-                        for i in cutlass.range_constexpr(geo.late_stages):
-                            if late >= geo.late_stages - i and not is_done(empty, parity):
-                                self.deliver(smem, late, late_stages, geo.late_stages - 1 - i)
-                                late -= 1
                     ptx.mbarrier_wait(empty, parity)
                     free = free ^ (Int32(1) << stage)
                     rows = cutlass.min(left, Int32(geo.tile))
@@ -147,12 +135,6 @@ class Producer:
                     if box_row < rows:
                         coords = self.coords(token & page_mask, panel, head, page)
                         ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
-                    if cutlass.const_expr(geo.scale_stage_bytes > 0):
-                        self.copy_block_scales(args, smem, lane, stage, token - box_row, rows, head, page, log2_rows)
-                        late, late_stages = late + 1, (late_stages << STAGE_BITS) | stage
-                        if late > geo.late_stages:
-                            self.deliver(smem, late, late_stages, geo.late_stages)
-                            late -= 1
                     if args.l2_prefetch > 0:
                         if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
                             ahead = token + args.l2_prefetch * geo.tile
@@ -170,15 +152,9 @@ class Producer:
                 ticket = Int32(0)
                 if lane == 0:
                     ticket = ptx.atomic_inc(args.plan + 4, num_rows - 1, "relaxed")
-                if cutlass.const_expr(geo.late_stages > 0):
-                    # The mailbox may be free only once the consumers have all tiles of this row.
-                    self.deliver_all(smem, late, late_stages)
-                    late = Int32(0)
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
                 if row < num_rows:
                     work = load_row(args, row)
-        if cutlass.const_expr(geo.late_stages > 0):
-            self.deliver_all(smem, late, late_stages)
         self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), mode)
 
     def coords(self, token: Any, panel: Any, head: Any, page: Any) -> tuple[Any, ...]:
@@ -193,58 +169,3 @@ class Producer:
         length, not after it."""
         column = cutlass.min(token, args.max_len - 1) >> args.log2_page
         return ptx.ldg_b32(args.block_table + (Int64(seq) * args.block_table_stride + Int64(column)) * 4)
-
-    @cute.jit
-    def copy_block_scales(self, args, smem, lane, stage, first, rows, head, page, log2_rows):
-        """The block scales of a tile, of ``rows`` tokens from ``first`` on; a lane copies those of every 32nd token.
-        A row's 4 to 16 bytes are too few for the TMA, whose boxes are 16 bytes wide at least."""
-        geo = self.geo
-        page_mask = (Int32(1) << args.log2_page) - 1
-        scales = smem + geo.scales_offset + stage * geo.scale_stage_bytes
-        boxes = Int32(1) if (Int32(1) << log2_rows) == geo.tile else Int32(geo.k.panels)
-        for i in cutlass.range_constexpr(max(1, geo.tile // WARP)):
-            row = lane + i * WARP
-            # The page is known to the lane that loads the box of this row of K.
-            row_page = cute.arch.shuffle_sync(page, (2 * (row >> log2_rows) * boxes) & (WARP - 1))
-            at = position_of(geo.joined, row)
-            if row < rows:
-                named = (
-                    Int32(1) if (row_page >= 0) & (row_page < args.num_pages) else Int32(0)
-                )  # else zeros, as of codes
-                place = Int64(row_page), Int64((first + row) & page_mask), Int64(head)
-                if cutlass.const_expr(geo.k.scale_bytes > 0):
-                    size = geo.k.scale_bytes
-                    ptx.cp_async(scales + at * size, block_address(args.k_blocks, *place), size, named * size)
-                if cutlass.const_expr(geo.v.scale_bytes > 0):
-                    size = geo.v.scale_bytes
-                    dst = scales + geo.tile * geo.k.scale_bytes + at * size
-                    ptx.cp_async(dst, block_address(args.v_blocks, *place), size, named * size)
-        ptx.cp_async_commit()
-
-    def deliver(self, smem: Any, late: Any, late_stages: Any, others: int) -> None:
-        """Wait for the oldest of the ``late`` tiles whose block scales are on their way, all but the ``others`` newest,
-        and arrive at its stage. ``late_stages``: their stages, STAGE_BITS each, the newest lowest.
-
-        Every lane waits for its own copies and arrives then: an ordinary arrival's release orders them before the
-        consumers' reads."""
-        stage = (late_stages >> ((late - 1) * STAGE_BITS)) & ((1 << STAGE_BITS) - 1)
-        ptx.cp_async_wait(others)
-        ptx.mbarrier_arrive(smem + self.geo.full_offset + 8 * stage)
-
-    @cute.jit
-    def deliver_all(self, smem, late, late_stages):
-        """Deliver every late tile, in order as they land."""
-        for i in cutlass.range_constexpr(self.geo.late_stages):
-            if late >= self.geo.late_stages - i:
-                self.deliver(smem, late, late_stages, self.geo.late_stages - 1 - i)
-                late -= 1
-
-
-def is_done(mbarrier: Any, parity: Any) -> Any:
-    """Whether the phase of this parity has completed, the same in all lanes."""
-    return cute.arch.vote_any_sync(ptx.mbarrier_done(mbarrier, parity) != 0)
-
-
-def block_address(blocks: BlockScales, page: Any, token: Any, head: Any) -> Any:
-    """Of a row's block scales."""
-    return blocks.base + page * blocks.page_stride + token * blocks.token_stride + head * blocks.head_stride

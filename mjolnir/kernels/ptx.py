@@ -167,6 +167,15 @@ def atomic_inc(addr: Any, last: Any, order: str) -> Any:
     return _asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
 
 
+def atomic_inc_shared(addr: Any, last: Any) -> Any:
+    """``atomic_inc`` among the threads of a CTA, acq_rel."""
+    return _asm("r", "atom.acq_rel.cta.shared.inc.u32 $0, [$1], $2;", [addr, last], "rr", True)
+
+
+def prefetch_l1(addr: Any) -> None:
+    _asm("", "prefetch.global.L1 [$0];", [addr], "l", True)
+
+
 def prefetch_l2(addr: Any) -> None:
     _asm("", "prefetch.global.L2 [$0];", [addr], "l", True)
 

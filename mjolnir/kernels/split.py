@@ -52,6 +52,21 @@ class Level(NamedTuple):
 class SplitMerge(Epilogue):
     @cute.jit
     def conclude(self, row, begin_row, final_row, waits):
+        """Merge the warps, and the splits if there are several. Returns 1 if the last warp does that alone, while the
+        others go on; else 0."""
+        alone = Int32(1 if self.geo.own_q else 0)
+        if cutlass.const_expr(self.variant.split):
+            if begin_row == final_row:
+                self.write()
+            else:
+                self.merge_splits(row, begin_row, final_row, waits)
+                alone = Int32(0)
+        else:
+            self.write()
+        return alone
+
+    @cute.jit
+    def merge_splits(self, row, begin_row, final_row, waits):
         """Merge the warps; then, of the splits that rows begin_row … final_row hold, what is for this row to merge. The
         rows of a pair make one split."""
         step = self.halves
@@ -182,9 +197,9 @@ class SplitMerge(Epilogue):
         return self.args.partials + word * 4
 
     def stats_address(self, slot: Any, row: Any) -> Any:
-        """(m, l) of a row of a partial result."""
-        word = Int64(slot) * self.geo.partial_floats + Int64(self.geo.rows * self.geo.head_size + row * 2)
-        return self.args.partials + word * 4
+        """(m, l) of a row of a partial result: as a distance that no slot changes, which saves registers."""
+        words = self.geo.rows * self.geo.head_size + row * (2 - self.geo.head_size) - self.element
+        return self.values_address(slot, row) + Int64(words * 4)
 
 
 @cute.jit

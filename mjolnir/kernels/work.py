@@ -93,7 +93,7 @@ class Mailbox:
             ptx.mbarrier_arrive(smem + self.geo.mail_full_offset + 8 * box)
 
     def wait(self, smem: Any, turn: Any) -> None:
-        """A consumer warp: until the row is there."""
+        """Another warp than the producer: until the row is there."""
         ptx.mbarrier_wait(smem + self.geo.mail_full_offset + 8 * (turn & 1), (turn >> 1) & 1)
 
     def read(self, smem: Any, turn: Any) -> Work:
@@ -109,7 +109,7 @@ class Mailbox:
 
     @cute.jit
     def free(self, smem, lane, turn):
-        """A consumer warp: the row is done with."""
+        """A warp that read it: the row is done with."""
         cute.arch.sync_warp()
         if lane == 0:
             ptx.mbarrier_arrive(smem + self.geo.mail_free_offset + 8 * (turn & 1))
