@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +22,20 @@ from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
 from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, remember
 from mjolnir.formats import get_format
 from mjolnir.query_fp8 import QueryQuantiser
-from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, layout_key, needs_q_split
+from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, layout_key, needs_q_split, same_layout
 from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
+
+if TYPE_CHECKING:
+    from mjolnir.backends.cute import Launch
 
 logger = logging.getLogger(__name__)
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
-# The public torch.cuda.current_stream makes a Stream object, 2 us of the 15 that a launch may take.
+# The public functions make a Stream object and look whether CUDA is initialised: 2 us of the 8 that a launch may take.
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 INT32_MAX = 2**31 - 1
 FLT_MAX = (2 - 2**-23) * 2.0**127
@@ -55,6 +60,16 @@ class StepPlan:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     runner: DecodeRunner = dataclasses.field(repr=False)
+
+
+class _Known(NamedTuple):
+    """What a run over tensors of one layout found out, for the next one."""
+
+    same_layout: Callable[..., bool]
+    signature: Signature
+    launch: Launch  # keeps what ``constants`` points at
+    kernel: Callable[..., Any]
+    constants: tuple[int, int, int, int]  # stride, rows and tokens per row of the block table; address of LaunchArgs
 
 
 class DecodeRunner:
@@ -150,12 +165,14 @@ class DecodeRunner:
         )
         self._max_step_tokens = max_step_tokens  # None without fixed splits
         self.device = _device(device)
+        self._device_index = self.device.index
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name,
             self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
         )  # fmt: skip
         self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}  # the newest, by what tensors are given
         self._quantiser: QueryQuantiser | None = None
         if self.q_mode == "fp8":
             self._quantiser = QueryQuantiser(self._shape, self.device, self.max_num_seqs, self.max_q_len)
@@ -305,7 +322,7 @@ class DecodeRunner:
             raise TypeError(f"softmax_scale must be a float, got {softmax_scale!r} ({type(softmax_scale).__name__})")
         if not abs(softmax_scale) <= FLT_MAX:
             raise ValueError(f"softmax_scale must be a finite fp32 number, got {softmax_scale!r}")
-        if self._cute is not None and torch.cuda.current_device() != self.device.index:
+        if self._cute is not None and current_device() != self._device_index:
             with torch.cuda.device(self.device):
                 return self.run(
                     plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse,
@@ -317,46 +334,60 @@ class DecodeRunner:
             )
             query, k_scale = self._quantiser(given, query, k_scale, q_mul, plan.q_len)
             q_mul = None
-        if self._cute is None:
-            self._prepare(
-                plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
-            )
-            torch_ref.decode(
-                query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
-                num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
-                kv_format=self.kv_format.name, v_format=self.v_format.name, k_block_scale=k_block_scale,
-                v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
-                one_by_one=self._max_step_tokens is not None,
-            )  # fmt: skip
-            return
-        signature, launch = self._prepare(
-            plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
-        )
+        tensors = (query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale)
+        if self._cute is not None:
+            return self._run_kernel(plan, softmax_scale, tensors)
+        self._prepare(plan, tensors)
+        torch_ref.decode(
+            query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
+            num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
+            kv_format=self.kv_format.name, v_format=self.v_format.name, k_block_scale=k_block_scale,
+            v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
+            one_by_one=self._max_step_tokens is not None,
+        )  # fmt: skip
+
+    def _run_kernel(self, plan: StepPlan, softmax_scale: float, run_tensors: tuple[Any, ...]) -> None:
+        """Launch; ``run_tensors`` are those of ``run``, in its order."""
+        tensors = (*run_tensors, plan.block_table, plan.seq_lens)
+        query, out, _, _, k_scale, v_scale, q_mul, o_mul, lse, k_blocks, v_blocks = run_tensors
+        try:
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        except AttributeError:  # not a tensor: the check says which
+            Signature.check(self._shape, self.device, *run_tensors)
+            raise
+        q, o, k, v, _, _, q_m, o_m, _, k_b, v_b, _, _ = addresses
+        aligned = not (q | o | k | v | q_m | o_m | k_b | v_b) & 15
+        given = [t for t in tensors if t is not None]
+        if k_scale is v_scale:
+            del given[5]
+        kind = (plan.q_len, plan.causal, k_scale is v_scale, q_mul is None, o_mul is None, lse is None,
+                k_blocks is None, v_blocks is None)  # fmt: skip
+        known = self._known.get(kind)
+        if known is None or not aligned or not known.same_layout(*given):
+            known = self._know(plan, run_tensors, given if aligned else [])
+            if aligned:
+                self._known[kind] = known
+        signature = known.signature
+        signature.check_step(plan.num_seqs, plan.q_len)
         # The copies take all rows: a captured graph may replay a plan of more sequences than it was captured with.
-        source = query.clone(memory_format=torch.contiguous_format) if signature.pack_query else query
-        target = out.clone(memory_format=torch.contiguous_format) if signature.pack_out else out
-        launch(
-            source.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            target.data_ptr(),
-            lse.data_ptr() if lse is not None else 0,
-            plan.block_table.data_ptr(),
-            plan.seq_lens.data_ptr(),
-            k_scale.data_ptr(),
-            v_scale.data_ptr(),
-            q_mul.data_ptr() if q_mul is not None else 0,
-            o_mul.data_ptr() if o_mul is not None else 0,
-            k_block_scale.data_ptr() if k_block_scale is not None else 0,
-            v_block_scale.data_ptr() if v_block_scale is not None else 0,
-            plan.block_table.stride(0),
-            min(plan.block_table.shape[0], plan.seq_lens.shape[0]),
-            plan.block_table.shape[1] * self.page_size,
-            softmax_scale,
-            raw_stream(self.device.index),
-        )
+        if signature.pack_query:
+            query = query.clone(memory_format=torch.contiguous_format)
+            addresses[0] = query.data_ptr()
+        target = out
+        if signature.pack_out:
+            target = out.clone(memory_format=torch.contiguous_format)
+            addresses[1] = target.data_ptr()
+        known.kernel(*addresses, *known.constants, softmax_scale, raw_stream(self._device_index))
         if target is not out:
             out.copy_(target)
+
+    def _know(self, plan: StepPlan, run_tensors: tuple[Any, ...], given: list[torch.Tensor]) -> _Known:
+        """What holds for tensors laid out as these, and the same of ``given``."""
+        signature, launch = self._prepare(plan, run_tensors)
+        table = plan.block_table
+        rows = min(table.shape[0], plan.seq_lens.shape[0])
+        constants = (table.stride(0), rows, table.shape[1] * self.page_size, launch.address)
+        return _Known(same_layout(given), signature, launch, launch.kernel, constants)
 
     def _check_given(self, plan: StepPlan, *tensors: Any) -> Signature:
         """The signature of ``run``'s own tensors, where others are made of them."""
@@ -365,8 +396,8 @@ class DecodeRunner:
         given.check_step(plan.num_seqs, plan.q_len)
         return given
 
-    def _prepare(self, plan: StepPlan, *tensors: Any) -> tuple[Signature, Any]:
-        """The checked layout of ``run``'s tensors and, on a GPU, the kernel for it: made once per layout."""
+    def _prepare(self, plan: StepPlan, tensors: tuple[Any, ...]) -> tuple[Signature, Any]:
+        """The checked layout of ``run``'s tensors and, on a GPU, the launch for it: made once per layout."""
         key = (plan.q_len, plan.causal, self._layout_key(tensors))
         prepared = self._prepared.get(key)
         if prepared is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,30 @@ KV_LAYOUTS = {"NHD": "head", "HND": "token"}
 NARROW_BYTES = 64
 """Rows of so many bytes can be joined. The TMA takes about one row per 4 clocks and SM, so that 64 bytes a row hardly
 keep up with the memory: 64 x 8K took 152 us head-major and 216 us token-major, and its floor is 117."""
+
+
+def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors that says whether they have the dtypes, devices, shapes and strides of these: one
+    call of what torch.compile guards its inputs with, 0.8 µs for eight, whose ``layout_key`` takes 5.
+
+    It says yes of nothing else, but may say no of these: in another autograd mode, if one of them is there twice, and
+    always where PyTorch has no such guards.
+    """
+    guards: Any = getattr(torch._C, "_dynamo", None)
+    if not tensors or len(set(map(id, tensors))) < len(tensors):
+        return _never
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    try:
+        check: Callable[..., bool] = guards.guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
+    except (AttributeError, TypeError):  # private, so it may change; a test notices
+        return _never
+    return check
+
+
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
 
 
 def needs_q_split(query_dtype: torch.dtype, has_q_mul: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from mjolnir.compiler import kernel_cache
 from mjolnir.kernels.geometry import UNSET, Geometry
+from mjolnir.kernels.launch_args import LaunchArgs
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
@@ -164,11 +166,15 @@ class CuteBackend:
         self._planners.add(buffer.shape)
 
     def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:
-        """The kernel and its arguments that depend on layouts but not on addresses."""
+        """The kernel, and its arguments that the caller's tensors decide by their layouts alone."""
         variant = self.variant(q_len, signature.q_dtype, signature.needs_q_split)
         kernel = self.obtain(variant)
         geometry = Geometry.of(variant)
-        strides = (
+        buffer = self.plan_buffer(q_len)
+        args = LaunchArgs(
+            buffer.device.data_ptr(),
+            buffer.counters_ptr,
+            self._partials[geometry.partial_floats].data_ptr(),
             *signature.q_strides,
             *signature.out_strides,
             signature.lse_stride,
@@ -178,18 +184,17 @@ class CuteBackend:
             *signature.v_scale_strides,
             *signature.k_block_strides,
             *signature.v_block_strides,
-            signature.num_pages,
-            signature.page_size.bit_length() - 1,
-            self.shape.num_kv_heads,
-            self.shape.group,
-            q_len,
-            int(causal),
-            self.tuning.l2_prefetch,
-            EVICT_FIRST if self.tuning.kv_evict_first else EVICT_NORMAL,
+            num_pages=signature.num_pages,
+            log2_page=signature.page_size.bit_length() - 1,
+            num_kv_heads=self.shape.num_kv_heads,
+            group=self.shape.group,
+            q_len=q_len,
+            causal=int(causal),
+            l2_prefetch=self.tuning.l2_prefetch,
+            l2_policy=EVICT_FIRST if self.tuning.kv_evict_first else EVICT_NORMAL,
+            grid=buffer.shape.num_ctas // geometry.halves,
         )
-        buffer = self.plan_buffer(q_len)
-        addresses = (buffer.device.data_ptr(), buffer.counters_ptr, self._partials[geometry.partial_floats].data_ptr())
-        return Launch(kernel, addresses, strides, buffer.shape.num_ctas // geometry.halves)
+        return Launch(kernel, args.to_memory())
 
     def is_compiled(self, variant: Variant) -> bool:
         return kernel_cache().is_compiled(variant)
@@ -211,36 +216,12 @@ class CuteBackend:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel with everything but the caller's addresses; the order is that of DecodeKernel.__call__."""
+    """A kernel, called as ``DecodeKernel.__call__``, and its arguments that are the same in every call."""
 
     kernel: Callable[..., Any]
-    buffers: tuple[int, int, int]  # plan, counters, partial results
-    layout: tuple[int, ...]
-    grid: int
+    args: array[int]
 
-    def __call__(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        block_table: int,
-        seq_lens: int,
-        k_scale: int,
-        v_scale: int,
-        q_mul: int,
-        o_mul: int,
-        k_block_scale: int,
-        v_block_scale: int,
-        block_table_stride: int,
-        seq_rows: int,
-        max_len: int,
-        softmax_scale: float,
-        stream: int,
-    ) -> None:
-        self.kernel(
-            q, k, v, out, lse, block_table, seq_lens, *self.buffers, k_scale, v_scale, q_mul, o_mul,
-            k_block_scale, v_block_scale, block_table_stride, seq_rows, max_len, softmax_scale, *self.layout,
-            self.grid, stream,
-        )  # fmt: skip
+    @property
+    def address(self) -> int:
+        """Host address of ``args``, which live as long as this."""
+        return self.args.buffer_info()[0]

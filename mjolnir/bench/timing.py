@@ -27,8 +27,8 @@ PEER_MEASURED_MS, PEER_MIN_REPLAYS = 50.0, 7
 HANG_S = 100.0
 """A capture and its replays that take longer have hung: a shape takes about a second, a Triton compile ten."""
 
-HOST_MS = 5.0
-"""GPU time of the eager calls whose host time is taken."""
+HOST_CALLS, HOST_MS = 50, 5.0
+"""Eager calls whose host time is taken, and the GPU time that may be queued: a host that has to wait times the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,14 @@ def no_hang(seconds: float = HANG_S) -> Iterator[None]:
 
 
 def host_call_us(call: Callable[[int], torch.Tensor], slots: int, call_us: float) -> float:
-    """Median host time of an eager call, calls issued back to back as a model's layers do."""
-    count = min(max(int(HOST_MS * 1e3 / call_us), 5), 50)
-    torch.cuda.synchronize()
-    times = [_host_us(functools.partial(call, i % slots)) for i in range(count)]
+    """Median host time of HOST_CALLS eager calls, issued back to back as a model's layers do: in batches of HOST_MS of
+    the GPU's time, whose first calls count too; the device is waited for between batches, not within a call's time."""
+    batch = max(int(HOST_MS * 1e3 / call_us), 1)
+    times = []
+    for i in range(HOST_CALLS):
+        if i % batch == 0:
+            torch.cuda.synchronize()
+        times.append(_host_us(functools.partial(call, i % slots)))
     torch.cuda.synchronize()
     return float(np.median(times))
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+from mjolnir.kernels.launch_args import LaunchArgs
 
 
 class BlockScales(NamedTuple):
@@ -17,8 +21,8 @@ class BlockScales(NamedTuple):
 
 
 class DecodeArgs(NamedTuple):
-    """Addresses are bytes in device memory; strides count elements. The order is that of ``DecodeKernel.__call__``,
-    which also takes what only the tensor maps need."""
+    """Addresses are bytes in device memory; strides count elements. ``DecodeKernel.__call__`` has what is left of its
+    arguments and of ``LaunchArgs`` once the tensor maps are made."""
 
     q: Int64
     out: Int64
@@ -56,3 +60,13 @@ class DecodeArgs(NamedTuple):
     v_blocks: BlockScales
     num_pages: Int32
     real_kv_heads: Any = None  # Int32 where heads are joined
+
+
+def read_launch_args(address: Int64) -> LaunchArgs:
+    """In a host function: what ``LaunchArgs.to_memory`` wrote there."""
+
+    def read(index: int) -> Int64:
+        pointer = llvm.inttoptr(llvm.PointerType.get(), (address + Int64(8 * index)).ir_value())
+        return Int64(llvm.load(T.i64(), pointer))
+
+    return LaunchArgs(*(read(index) for index in range(len(LaunchArgs._fields))))

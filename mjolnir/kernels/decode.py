@@ -21,7 +21,7 @@ import cutlass.experimental.cuda as cuda
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.args import BlockScales, DecodeArgs
+from mjolnir.kernels.args import BlockScales, DecodeArgs, read_launch_args
 from mjolnir.kernels.consumer import Consumer
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.producer import Producer
@@ -48,68 +48,36 @@ class DecodeKernel:
     @cute.jit
     def __call__(
         self,
-        # Device addresses; 0 for an absent lse, q_mul, o_mul or block scales.
+        # Device addresses, in the order of ``DecodeRunner.run``'s tensors; 0 for an absent one.
         q: Int64,
+        out: Int64,
         k: Int64,
         v: Int64,
-        out: Int64,
-        lse: Int64,
-        block_table: Int64,
-        seq_lens: Int64,
-        plan: Int64,
-        counters: Int64,
-        partials: Int64,
         k_scale: Int64,
         v_scale: Int64,
         q_mul: Int64,
         o_mul: Int64,
+        lse: Int64,
         k_block_scale: Int64,
         v_block_scale: Int64,
+        block_table: Int64,
+        seq_lens: Int64,
         block_table_stride: Int64,
         seq_rows: Int32,
         max_len: Int32,
+        launch_args: Int64,  # host address of LaunchArgs
         softmax_scale: Float32,
-        # Strides in elements; K and V strides in units of 16 bytes.
-        q_token_stride: Int64,
-        q_head_stride: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        lse_token_stride: Int64,
-        k_token_stride: Int64,
-        k_head_stride: Int64,
-        k_page_stride: Int64,
-        v_token_stride: Int64,
-        v_head_stride: Int64,
-        v_page_stride: Int64,
-        k_scale_seq_stride: Int64,
-        k_scale_head_stride: Int64,
-        v_scale_seq_stride: Int64,
-        v_scale_head_stride: Int64,
-        # Of block scales, in bytes.
-        k_block_token_stride: Int64,
-        k_block_head_stride: Int64,
-        k_block_page_stride: Int64,
-        v_block_token_stride: Int64,
-        v_block_head_stride: Int64,
-        v_block_page_stride: Int64,
-        num_pages: Int32,
-        log2_page: Int32,
-        num_kv_heads: Int32,
-        group: Int32,
-        q_len: Int32,
-        causal: Int32,
-        l2_prefetch: Int32,
-        l2_policy: Int64,
-        grid: Int32,
         stream: cuda_driver.CUstream,
     ):
         geo = self.geo
-        page = Int32(1) << log2_page
+        fixed = read_launch_args(launch_args)
+        page = Int32(1) << Int32(fixed.log2_page)
+        num_pages, num_kv_heads, group = Int32(fixed.num_pages), Int32(fixed.num_kv_heads), Int32(fixed.group)
         box_rows = cutlass.min(page, Int32(geo.tile))
         maps = []
         for operand, base, token, head, page_stride in (
-            (geo.k, k, k_token_stride, k_head_stride, k_page_stride),
-            (geo.v, v, v_token_stride, v_head_stride, v_page_stride),
+            (geo.k, k, fixed.k_token_stride, fixed.k_head_stride, fixed.k_page_stride),
+            (geo.v, v, fixed.v_token_stride, fixed.v_head_stride, fixed.v_page_stride),
         ):
             # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
             box_panels = Int32(operand.panels) if page >= geo.tile else Int32(1)
@@ -144,40 +112,44 @@ class DecodeKernel:
             lse,
             block_table,
             seq_lens,
-            plan,
-            counters,
-            partials,
+            fixed.plan,
+            fixed.counters,
+            fixed.partials,
             k_scale,
             v_scale,
             q_mul,
             o_mul,
-            q_token_stride,
-            q_head_stride,
-            out_token_stride,
-            out_head_stride,
-            lse_token_stride,
+            fixed.q_token_stride,
+            fixed.q_head_stride,
+            fixed.out_token_stride,
+            fixed.out_head_stride,
+            fixed.lse_token_stride,
             block_table_stride,
-            k_scale_seq_stride,
-            k_scale_head_stride,
-            v_scale_seq_stride,
-            v_scale_head_stride,
+            fixed.k_scale_seq_stride,
+            fixed.k_scale_head_stride,
+            fixed.v_scale_seq_stride,
+            fixed.v_scale_head_stride,
             seq_rows,
             max_len,
-            log2_page,
+            Int32(fixed.log2_page),
             num_kv_heads,
             group,
-            q_len,
-            causal,
-            l2_prefetch,
-            l2_policy,
+            Int32(fixed.q_len),
+            Int32(fixed.causal),
+            Int32(fixed.l2_prefetch),
+            fixed.l2_policy,
             softmax_scale,
-            BlockScales(k_block_scale, k_block_token_stride, k_block_head_stride, k_block_page_stride),
-            BlockScales(v_block_scale, v_block_token_stride, v_block_head_stride, v_block_page_stride),
+            BlockScales(
+                k_block_scale, fixed.k_block_token_stride, fixed.k_block_head_stride, fixed.k_block_page_stride
+            ),
+            BlockScales(
+                v_block_scale, fixed.v_block_token_stride, fixed.v_block_head_stride, fixed.v_block_page_stride
+            ),
             num_pages,
             real_kv_heads,
         )
         self.kernel(maps[0], maps[1], args).launch(
-            grid=(grid, 1, 1),
+            grid=(Int32(fixed.grid), 1, 1),
             block=(geo.halves * geo.threads, 1, 1),
             min_blocks_per_mp=geo.ctas_per_sm // geo.halves,
             preferred_smem_carveout=100,
