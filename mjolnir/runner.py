@@ -177,6 +177,7 @@ class DecodeRunner:
         if self.q_mode == "fp8":
             self._quantiser = QueryQuantiser(self._shape, self.device, self.max_num_seqs, self.max_q_len)
         self._given: dict[tuple[Any, ...], Signature] = {}  # layouts as given, where the quantiser makes others of them
+        self._same_table, self._table_rows = same_layout([]), 0  # the newest plan's tensors, and its sequences
         self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
         if self.backend == CUTE:
@@ -228,6 +229,28 @@ class DecodeRunner:
         check_positive_int("margin", margin, minimum=0)
         if num_seqs > self.max_num_seqs:
             raise ValueError(f"num_seqs must be at most max_num_seqs = {self.max_num_seqs}, got {num_seqs}")
+        if num_seqs > self._table_rows or not self._same_table(block_table, seq_lens):
+            self._check_table(num_seqs, block_table, seq_lens)
+            self._same_table = same_layout([block_table, seq_lens])
+            self._table_rows = num_seqs
+        host_lens = None if seq_lens_host is None else host_lengths(seq_lens_host, num_seqs)
+        if host_lens is not None and self._max_step_tokens is not None:
+            tokens = int(host_lens.sum()) + margin * num_seqs
+            if tokens > self._max_step_tokens:
+                raise ValueError(
+                    f"seq_lens_host must have at most max_step_tokens = {self._max_step_tokens} tokens in all, margins "
+                    f"included, got {tokens}"
+                )
+        if self._cute is not None:
+            if current_device() == self._device_index:
+                self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
+            else:
+                with torch.cuda.device(self.device):
+                    self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
+        self._planned[q_len] = num_seqs
+        return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
+
+    def _check_table(self, num_seqs: int, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         check_tensor("block_table", block_table, dtype=torch.int32, ndim=2, device=self.device, contiguous_rows=True)
         check_tensor("seq_lens", seq_lens, dtype=torch.int32, ndim=1, device=self.device, contiguous_rows=True)
         for name, rows in (("block_table", block_table), ("seq_lens", seq_lens)):
@@ -240,19 +263,6 @@ class DecodeRunner:
                 f"block_table must have at most {INT32_MAX // self.page_size} columns of {self.page_size} tokens, got "
                 f"{block_table.shape[1]}"
             )
-        host_lens = None if seq_lens_host is None else host_lengths(seq_lens_host, num_seqs)
-        if host_lens is not None and self._max_step_tokens is not None:
-            tokens = int(host_lens.sum()) + margin * num_seqs
-            if tokens > self._max_step_tokens:
-                raise ValueError(
-                    f"seq_lens_host must have at most max_step_tokens = {self._max_step_tokens} tokens in all, margins "
-                    f"included, got {tokens}"
-                )
-        if self._cute is not None:
-            with torch.cuda.device(self.device):
-                self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
-        self._planned[q_len] = num_seqs
-        return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
 
     def _plan_on_gpu(
         self, host_lens: npt.NDArray[np.int64] | None, seq_lens: torch.Tensor, num_seqs: int, q_len: int, margin: int

@@ -34,7 +34,7 @@ def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     call of what torch.compile guards its inputs with, 0.8 µs for eight, whose ``layout_key`` takes 5.
 
     It says yes of nothing else, but may say no of these: in another autograd mode, if one of them is there twice, and
-    always where PyTorch has no such guards.
+    always where PyTorch has no such guards, or of none.
     """
     guards: Any = getattr(torch._C, "_dynamo", None)
     if not tensors or len(set(map(id, tensors))) < len(tensors):

@@ -336,13 +336,32 @@ class OnFakeCuda:
 @pytest.fixture
 def few_calls(cuda, two_caches, monkeypatch):
     """The reference backend takes milliseconds a call."""
-    for name, value in dict(GRAPH_US=1, WARM_MS=0.0, MEASURED_MS=0.0, MIN_REPLAYS=3, HOST_MS=0.0).items():
+    for name, value in dict(GRAPH_US=1, WARM_MS=0.0, MEASURED_MS=0.0, MIN_REPLAYS=3, HOST_CALLS=5, HOST_MS=0.0).items():
         monkeypatch.setattr(timing, name, value)
     return cuda
 
 
 def reference(cuda, **options):
     return OnFakeCuda(cuda, Mjolnir(require_kernels=False), **options)
+
+
+@pytest.mark.parametrize(("call_us", "batch"), [(10.0, 50), (400.0, 12), (2500.0, 2), (1e5, 1)])
+def test_host_times_are_of_batches_that_the_device_is_waited_for(monkeypatch, call_us, batch):
+    """Fifty calls over all slots, at most 5 ms queued; a call's time is its own, not that of waiting."""
+    log, clock = [], [0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (log.append("wait"), clock.append(clock[-1] + 10**9)))
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: clock[-1])
+
+    def call(slot):
+        log.append(slot)
+        clock.append(clock[-1] + 7000)
+        return torch.zeros(1)
+
+    assert timing.host_call_us(call, 3, call_us) == 7.0
+    assert [entry for entry in log if entry != "wait"] == [i % 3 for i in range(50)]
+    batches = "".join("|" if entry == "wait" else "." for entry in log).strip("|").split("|")
+    assert [len(each) for each in batches] == [min(batch, 50 - start) for start in range(0, 50, batch)]
+    assert log[0] == log[-1] == "wait"
 
 
 def test_replays_rotate_and_are_timed_per_call(cuda):

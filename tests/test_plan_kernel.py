@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -237,6 +238,36 @@ def test_every_size_of_plan_has_a_planning_kernel(backend: CuteBackend, monkeypa
     assert len(made) == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     backend.plan_on_device(torch.ones(2).int(), 2, 8, 0)
+
+
+def test_the_next_plan_is_launched_without_the_jit(backend: CuteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a launch through the JIT passes, in the kernel's order; constants come along, and Triton drops them."""
+    names = plan_kernel._build_plan.arg_names
+    jitted, launched = [], []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments: launched.append((grid, dict(zip(names, arguments, strict=True))))
+
+    class Jit:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+            def launch(*arguments: object, **constants: object) -> Compiled:
+                jitted.append((grid, dict(zip(names, arguments, strict=False)) | constants))
+                return Compiled()
+
+            return launch
+
+    monkeypatch.setattr(plan_kernel, "_build_plan", Jit())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    lens = torch.ones(4).int()
+    for q_len in (1, 8):
+        backend.plan_on_device(torch.ones(2).int(), 2, q_len, 5)
+        backend.plan_on_device(lens, 4, q_len, 2**40)
+    assert len(jitted) == len(launched) == 2
+    for (grid, first), (next_grid, later) in zip(jitted, launched, strict=True):
+        addresses = {name: first[name].data_ptr() for name in ("plan_rows", "counters")}
+        changed = {"seq_lens": lens.data_ptr(), "num_seqs": 4, "margin": 2**31 - 1}
+        assert next_grid == grid and later == first | addresses | changed
 
 
 def test_without_a_planning_kernel_a_capture_is_refused(backend: CuteBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,3 +211,30 @@ def test_guards_tell_tensors_apart() -> None:
         assert not same(other, b)
     assert not same(None, b) and not same(b, a)
     assert not signature.same_layout([a, a])(a, a)
+
+
+TABLE_CHANGES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
+    "rows": (lambda table, lens: table.resize_(2, 4), "block_table must have at least num_seqs = 3 rows, got 2"),
+    "columns": (lambda table, lens: table.resize_(4, 0), "block_table must have at least one column"),
+    "strides": (lambda table, lens: table.t_(), "block_table must have stride 1 in its last dimension"),
+    "lengths": (lambda table, lens: lens.resize_(2), "seq_lens must have at least num_seqs = 3 rows, got 2"),
+    "dtype": (
+        lambda table, lens: setattr(table, "data", table.view(torch.float32)),
+        "block_table must have dtype torch.int32, got torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", TABLE_CHANGES)
+def test_a_plan_sees_tables_changed_in_place(change: str) -> None:
+    decoder = DecodeRunner(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, page_size=PAGE, out_dtype=torch.bfloat16, max_num_seqs=4,
+        device="cpu",
+    )  # fmt: skip
+    table, lens = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    for num_seqs in (2, 3, 3):
+        decoder.plan(None, num_seqs, 1, table, lens)
+    make, expected = TABLE_CHANGES[change]
+    make(table, lens)
+    with pytest.raises((TypeError, ValueError), match=expected):
+        decoder.plan(None, 3, 1, table, lens)

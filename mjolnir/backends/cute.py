@@ -91,6 +91,7 @@ class CuteBackend:
         self.sm_count = tuning.sm_count or torch.cuda.get_device_properties(device).multi_processor_count
         self.max_num_seqs = max_num_seqs
         self._planners: set[PlanShape] = set()  # sizes of plans that the device can make: a kernel each
+        self._plan_again: dict[int, Callable[[torch.Tensor, int, int], None]] = {}  # by q_len: the next launch of one
         self._plan_buffers: dict[int, PlanBuffer] = {}
         self._partials: dict[int, torch.Tensor] = {}  # by size of a partial result; shared by the q_lens of one size
 
@@ -148,22 +149,31 @@ class CuteBackend:
             ModuleNotFoundError: Triton is not installed.
             RuntimeError: the planning kernel is not compiled yet and a CUDA graph is being captured.
         """
+        again = self._plan_again.get(q_len)
+        if again is not None:
+            again(seq_lens, num_seqs, margin)
+            return
         buffer = self.plan_buffer(q_len)
         if buffer.shape not in self._planners and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the planning kernel is not compiled and a CUDA graph is being captured: "
                 "call precompile() or plan() once before the capture"
             )
-        self._launch_planner(buffer, seq_lens, num_seqs, margin)
+        again = self._launch_planner(buffer, seq_lens, num_seqs, margin)
+        if again is not None:
+            self._plan_again[q_len] = again
 
-    def _launch_planner(self, buffer: PlanBuffer, seq_lens: torch.Tensor, num_seqs: int, margin: int) -> None:
+    def _launch_planner(
+        self, buffer: PlanBuffer, seq_lens: torch.Tensor, num_seqs: int, margin: int
+    ) -> Callable[[torch.Tensor, int, int], None] | None:
         try:
             from mjolnir.kernels.plan_kernel import build_plan_on_device
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("plan() without host lengths needs Triton, which is not installed") from error
 
-        build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
+        again = build_plan_on_device(seq_lens, num_seqs, margin, buffer.shape, buffer.device, self.max_num_seqs)
         self._planners.add(buffer.shape)
+        return again
 
     def prepare(self, signature: Signature, q_len: int, causal: bool) -> Launch:
         """The kernel, and its arguments that the caller's tensors decide by their layouts alone."""
