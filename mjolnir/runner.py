@@ -171,12 +171,12 @@ class DecodeRunner:
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name,
             self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
         )  # fmt: skip
-        self._prepared: dict[tuple[Any, ...], tuple[Signature, Any]] = {}
-        self._known: dict[tuple[Any, ...], _Known] = {}  # the newest, by what tensors are given
+        self._signatures: dict[tuple[Any, ...], Signature] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._newest: dict[tuple[Any, ...], _Known] = {}  # by which tensors are given
         self._quantiser: QueryQuantiser | None = None
         if self.q_mode == "fp8":
             self._quantiser = QueryQuantiser(self._shape, self.device, self.max_num_seqs, self.max_q_len)
-        self._given: dict[tuple[Any, ...], Signature] = {}  # layouts as given, where the quantiser makes others of them
         self._same_table, self._table_rows = same_layout([]), 0  # the newest plan's tensors, and its sequences
         self._planned: dict[int, int] = {}  # by q_len: num_seqs of the newest plan
         self._cute: Any = None
@@ -338,16 +338,14 @@ class DecodeRunner:
                     plan, query, out, k_cache, v_cache, k_scale, v_scale, softmax_scale, q_mul, o_mul, lse,
                     k_block_scale, v_block_scale,
                 )  # fmt: skip
-        if self._quantiser is not None:
-            given = self._check_given(
-                plan, query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale
-            )
-            query, k_scale = self._quantiser(given, query, k_scale, q_mul, plan.q_len)
-            q_mul = None
         tensors = (query, out, k_cache, v_cache, k_scale, v_scale, q_mul, o_mul, lse, k_block_scale, v_block_scale)
+        if self._quantiser is not None:
+            query, k_scale = self._quantiser(self._check(plan, tensors), query, k_scale, q_mul, plan.q_len)
+            q_mul = None
+            tensors = (query, out, k_cache, v_cache, k_scale, v_scale, None, *tensors[7:])
         if self._cute is not None:
-            return self._run_kernel(plan, softmax_scale, tensors)
-        self._prepare(plan, tensors)
+            return self._launch(plan, softmax_scale, tensors)
+        self._check(plan, tensors)
         torch_ref.decode(
             query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
             num_seqs=plan.num_seqs, q_len=plan.q_len, softmax_scale=softmax_scale, causal=plan.causal,
@@ -356,27 +354,27 @@ class DecodeRunner:
             one_by_one=self._max_step_tokens is not None,
         )  # fmt: skip
 
-    def _run_kernel(self, plan: StepPlan, softmax_scale: float, run_tensors: tuple[Any, ...]) -> None:
-        """Launch; ``run_tensors`` are those of ``run``, in its order."""
+    def _launch(self, plan: StepPlan, softmax_scale: float, run_tensors: tuple[Any, ...]) -> None:
+        """Launch the kernel; ``run_tensors`` are those of ``run``, in its order."""
         tensors = (*run_tensors, plan.block_table, plan.seq_lens)
         query, out, _, _, k_scale, v_scale, q_mul, o_mul, lse, k_blocks, v_blocks = run_tensors
         try:
             addresses = [0 if t is None else t.data_ptr() for t in tensors]
         except AttributeError:  # not a tensor: the check says which
-            Signature.check(self._shape, self.device, *run_tensors)
+            self._check(plan, run_tensors)
             raise
         q, o, k, v, _, _, q_m, o_m, _, k_b, v_b, _, _ = addresses
-        aligned = not (q | o | k | v | q_m | o_m | k_b | v_b) & 15
+        aligned = not (q | o | k | v | q_m | o_m | k_b | v_b) & 15  # what else is given needs no more than 4 bytes
         given = [t for t in tensors if t is not None]
         if k_scale is v_scale:
             del given[5]
         kind = (plan.q_len, plan.causal, k_scale is v_scale, q_mul is None, o_mul is None, lse is None,
                 k_blocks is None, v_blocks is None)  # fmt: skip
-        known = self._known.get(kind)
+        known = self._newest.get(kind)
         if known is None or not aligned or not known.same_layout(*given):
-            known = self._know(plan, run_tensors, given if aligned else [])
+            known = self._know(plan, tensors, given, known)
             if aligned:
-                self._known[kind] = known
+                self._newest[kind] = known
         signature = known.signature
         signature.check_step(plan.num_seqs, plan.q_len)
         # The copies take all rows: a captured graph may replay a plan of more sequences than it was captured with.
@@ -391,38 +389,37 @@ class DecodeRunner:
         if target is not out:
             out.copy_(target)
 
-    def _know(self, plan: StepPlan, run_tensors: tuple[Any, ...], given: list[torch.Tensor]) -> _Known:
-        """What holds for tensors laid out as these, and the same of ``given``."""
-        signature, launch = self._prepare(plan, run_tensors)
-        table = plan.block_table
-        rows = min(table.shape[0], plan.seq_lens.shape[0])
-        constants = (table.stride(0), rows, table.shape[1] * self.page_size, launch.address)
-        return _Known(same_layout(given), signature, launch, launch.kernel, constants)
+    def _know(
+        self, plan: StepPlan, tensors: tuple[Any, ...], given: list[torch.Tensor], newest: _Known | None
+    ) -> _Known:
+        """What holds for tensors laid out as these, found out once. Guards that did not know their own layout again,
+        as in another autograd mode, are made anew."""
+        key = (plan.q_len, plan.causal, layout_key(tensors))
+        known = self._known.get(key)
+        if known is None:
+            signature = self._check(plan, tensors[:-2])
+            launch = self._cute.prepare(signature, plan.q_len, plan.causal)
+            table, lens = tensors[-2:]
+            rows = min(table.shape[0], lens.shape[0])
+            constants = (table.stride(0), rows, table.shape[1] * self.page_size, launch.address)
+            known = _Known(same_layout(given), signature, launch, launch.kernel, constants)
+            remember(self._known, key, known)
+        elif known is newest:
+            known = self._known[key] = known._replace(same_layout=same_layout(given))
+        return known
 
-    def _check_given(self, plan: StepPlan, *tensors: Any) -> Signature:
-        """The signature of ``run``'s own tensors, where others are made of them."""
-        key = self._layout_key(tensors)
-        given = self._given.get(key) or remember(self._given, key, Signature.check(self._shape, self.device, *tensors))
-        given.check_step(plan.num_seqs, plan.q_len)
-        return given
-
-    def _prepare(self, plan: StepPlan, tensors: tuple[Any, ...]) -> tuple[Signature, Any]:
-        """The checked layout of ``run``'s tensors and, on a GPU, the launch for it: made once per layout."""
-        key = (plan.q_len, plan.causal, self._layout_key(tensors))
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            signature = Signature.check(self._shape, self.device, *tensors)
-            launch = self._cute.prepare(signature, plan.q_len, plan.causal) if self._cute is not None else None
-            prepared = remember(self._prepared, key, (signature, launch))
-        prepared[0].check_step(plan.num_seqs, plan.q_len)
-        return prepared
-
-    def _layout_key(self, tensors: tuple[Any, ...]) -> tuple[object, ...]:
+    def _check(self, plan: StepPlan, tensors: tuple[Any, ...]) -> Signature:
+        """The checked layout of ``run``'s tensors, made once per layout."""
         try:
-            return layout_key(tensors)
+            key = layout_key(tensors)
         except AttributeError:  # not a tensor: the check says which
             Signature.check(self._shape, self.device, *tensors)
             raise
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = remember(self._signatures, key, Signature.check(self._shape, self.device, *tensors))
+        signature.check_step(plan.num_seqs, plan.q_len)
+        return signature
 
     def precompile(self, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
         """Compile or load the kernels of every q_len up to max_q_len, and the one that plans on the device where Triton

@@ -195,12 +195,25 @@ def test_a_known_layout_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) 
     looked_up: list[Any] = []
     layout_key = runner.layout_key
     monkeypatch.setattr(runner, "layout_key", lambda tensors: looked_up.append(tensors) or layout_key(tensors))
+    noted.run()
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         looked_up.clear()
         with mode():
             for _ in range(3):
                 noted.run(query=noted.arguments["query"].clone())
         assert len(looked_up) <= 1
+
+
+def test_layers_of_several_layouts_are_each_checked_once(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    same_layout, prepare = runner.same_layout, CuteBackend.prepare
+    monkeypatch.setattr(runner, "same_layout", lambda tensors: made.append("guard") or same_layout(tensors))
+    monkeypatch.setattr(CuteBackend, "prepare", lambda *arguments: made.append("launch") or prepare(*arguments))
+    padded = torch.zeros(SEQS, HEADS + 1, D, dtype=torch.bfloat16)[:, 1:]
+    for _ in range(3):
+        for query in (torch.zeros(SEQS, HEADS, D, dtype=torch.bfloat16), padded):
+            assert noted.run(query=query)["q_token_stride"] == query.stride(0)
+    assert made == ["launch", "guard"] * 2
 
 
 def test_guards_tell_tensors_apart() -> None:
