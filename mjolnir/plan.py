@@ -59,8 +59,8 @@ SHARES = ((1, 8), (2, 1))
 ROWS_PER_CTA = sum(rows for rows, _ in SHARES)
 
 DYNAMIC_ABOVE = 96
-"""Equal share in tiles from which rows may get smaller towards the end, and are not aligned any more; below it every CTA
-gets one row at most: a small row costs more, about 3 us, than evening out the ends gains."""
+"""Equal share in tiles from which rows may get smaller towards the end, and are not aligned any more; below it every
+CTA gets one row at most: a small row costs more, about 3 us, than evening out the ends gains."""
 
 SKEWED = 4
 """Rows get smaller where the longest sequence has this many times the mean. Over equal lengths equal rows are 2 to 6 %

@@ -394,7 +394,7 @@ class DecodeRunner:
     ) -> _Known:
         """What holds for tensors laid out as these, found out once. Guards that did not know their own layout again,
         as in another autograd mode, are made anew."""
-        key = (plan.q_len, plan.causal, layout_key(tensors))
+        key = (plan.q_len, plan.causal, len(given), layout_key(tensors))  # guards are of so many tensors
         known = self._known.get(key)
         if known is None:
             signature = self._check(plan, tensors[:-2])

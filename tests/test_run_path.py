@@ -112,6 +112,12 @@ def test_other_tensors_of_one_layout_give_other_addresses(noted: Noted) -> None:
     assert second == first | {"q": query.data_ptr()}
 
 
+def test_one_descale_for_k_and_v_and_two_of_its_layout_take_turns(noted: Noted) -> None:
+    one = noted.arguments["k_scale"]
+    for v_scale in (one, one.clone(), one, one, one.clone(), one.clone()):
+        assert noted.run(v_scale=v_scale)["v_scale"] == v_scale.data_ptr()
+
+
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
 CHANGES: dict[str, tuple[Change, dict[str, Any] | str]] = {
