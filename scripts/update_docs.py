@@ -404,7 +404,9 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
     "nvfp4.bad-launches": (
         "development.json",
-        lambda record: f"{record['nvfp4_block_scales']['asynchronous_arrival']['bad_launches'][0]} of 24",
+        lambda record: str(
+            record["nvfp4_block_scales"]["released_with_its_loads_on_their_way"]["token_major_bad_launches"]
+        ),
     ),
     "readings.d64-us": ("development.json", lambda record: f"{record['readings']['head_size_64_64x8K']['us']:.0f}"),
     "readings.round-us": ("development.json", lambda record: f"{_round_us(record):.1f}"),
