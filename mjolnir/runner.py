@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +20,15 @@ import torch
 from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
 from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, remember
 from mjolnir.formats import get_format
+from mjolnir.launcher import Launcher, current_device
 from mjolnir.query_fp8 import QueryQuantiser
 from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, layout_key, needs_q_split, same_layout
 from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
-if TYPE_CHECKING:
-    from mjolnir.backends.cute import Launch
-
 logger = logging.getLogger(__name__)
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
-
-# The public functions make a Stream object and look whether CUDA is initialised: 2 us of the 8 that a launch may take.
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 INT32_MAX = 2**31 - 1
 FLT_MAX = (2 - 2**-23) * 2.0**127
@@ -60,16 +53,6 @@ class StepPlan:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     runner: DecodeRunner = dataclasses.field(repr=False)
-
-
-class _Known(NamedTuple):
-    """What a run over tensors of one layout found out, for the next one."""
-
-    same_layout: Callable[..., bool]
-    signature: Signature
-    launch: Launch  # keeps what ``constants`` points at
-    kernel: Callable[..., Any]
-    constants: tuple[int, int, int, int]  # stride, rows and tokens per row of the block table; address of LaunchArgs
 
 
 class DecodeRunner:
@@ -172,8 +155,6 @@ class DecodeRunner:
             self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
         )  # fmt: skip
         self._signatures: dict[tuple[Any, ...], Signature] = {}
-        self._known: dict[tuple[Any, ...], _Known] = {}
-        self._newest: dict[tuple[Any, ...], _Known] = {}  # by which tensors are given
         self._quantiser: QueryQuantiser | None = None
         if self.q_mode == "fp8":
             self._quantiser = QueryQuantiser(self._shape, self.device, self.max_num_seqs, self.max_q_len)
@@ -189,6 +170,7 @@ class DecodeRunner:
             self._cute = CuteBackend(
                 arch=arch, device=self.device, shape=self._shape, max_num_seqs=self.max_num_seqs, tuning=tuning
             )
+            self._launcher = Launcher(self._cute, self._check, self.page_size)
             for q_len in range(1, self.max_q_len + 1):
                 self._cute.plan_buffer(q_len)
         elif self.device.type == "cuda":
@@ -344,7 +326,7 @@ class DecodeRunner:
             q_mul = None
             tensors = (query, out, k_cache, v_cache, k_scale, v_scale, None, *tensors[7:])
         if self._cute is not None:
-            return self._launch(plan, softmax_scale, tensors)
+            return self._launcher(plan, softmax_scale, tensors)
         self._check(plan, tensors)
         torch_ref.decode(
             query, out, k_cache, v_cache, k_scale, v_scale, plan.block_table, plan.seq_lens,
@@ -353,60 +335,6 @@ class DecodeRunner:
             v_block_scale=v_block_scale, q_mul=q_mul, o_mul=o_mul, lse=lse,
             one_by_one=self._max_step_tokens is not None,
         )  # fmt: skip
-
-    def _launch(self, plan: StepPlan, softmax_scale: float, run_tensors: tuple[Any, ...]) -> None:
-        """Launch the kernel; ``run_tensors`` are those of ``run``, in its order."""
-        tensors = (*run_tensors, plan.block_table, plan.seq_lens)
-        query, out, _, _, k_scale, v_scale, q_mul, o_mul, lse, k_blocks, v_blocks = run_tensors
-        try:
-            addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        except AttributeError:  # not a tensor: the check says which
-            self._check(plan, run_tensors)
-            raise
-        q, o, k, v, _, _, q_m, o_m, _, k_b, v_b, _, _ = addresses
-        aligned = not (q | o | k | v | q_m | o_m | k_b | v_b) & 15  # what else is given needs no more than 4 bytes
-        given = [t for t in tensors if t is not None]
-        if k_scale is v_scale:
-            del given[5]
-        kind = (plan.q_len, plan.causal, k_scale is v_scale, q_mul is None, o_mul is None, lse is None,
-                k_blocks is None, v_blocks is None)  # fmt: skip
-        known = self._newest.get(kind)
-        if known is None or not aligned or not known.same_layout(*given):
-            known = self._know(plan, tensors, given, known)
-            if aligned:
-                self._newest[kind] = known
-        signature = known.signature
-        signature.check_step(plan.num_seqs, plan.q_len)
-        # The copies take all rows: a captured graph may replay a plan of more sequences than it was captured with.
-        if signature.pack_query:
-            query = query.clone(memory_format=torch.contiguous_format)
-            addresses[0] = query.data_ptr()
-        target = out
-        if signature.pack_out:
-            target = out.clone(memory_format=torch.contiguous_format)
-            addresses[1] = target.data_ptr()
-        known.kernel(*addresses, *known.constants, softmax_scale, raw_stream(self._device_index))
-        if target is not out:
-            out.copy_(target)
-
-    def _know(
-        self, plan: StepPlan, tensors: tuple[Any, ...], given: list[torch.Tensor], newest: _Known | None
-    ) -> _Known:
-        """What holds for tensors laid out as these, found out once. Guards that did not know their own layout again,
-        as in another autograd mode, are made anew."""
-        key = (plan.q_len, plan.causal, len(given), layout_key(tensors))  # guards are of so many tensors
-        known = self._known.get(key)
-        if known is None:
-            signature = self._check(plan, tensors[:-2])
-            launch = self._cute.prepare(signature, plan.q_len, plan.causal)
-            table, lens = tensors[-2:]
-            rows = min(table.shape[0], lens.shape[0])
-            constants = (table.stride(0), rows, table.shape[1] * self.page_size, launch.address)
-            known = _Known(same_layout(given), signature, launch, launch.kernel, constants)
-            remember(self._known, key, known)
-        elif known is newest:
-            known = self._known[key] = known._replace(same_layout=same_layout(given))
-        return known
 
     def _check(self, plan: StepPlan, tensors: tuple[Any, ...]) -> Signature:
         """The checked layout of ``run``'s tensors, made once per layout."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mjolnir import DecodeRunner, runner, signature
+from mjolnir import DecodeRunner, launcher, runner, signature
 from mjolnir.backends.cute import CuteBackend
 from mjolnir.compiler import key
 from mjolnir.kernels.launch_args import LaunchArgs
@@ -36,7 +36,7 @@ class Noted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[dict[str, Any]] = []
         monkeypatch.setattr(runner, "current_device", lambda: None)
-        monkeypatch.setattr(runner, "raw_stream", lambda index: 0x99)
+        monkeypatch.setattr(launcher, "raw_stream", lambda index: 0x99)
         monkeypatch.setattr(CuteBackend, "obtain", lambda backend, variant: self.note)
         self.runner = DecodeRunner(
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, page_size=PAGE, out_dtype=torch.bfloat16,
@@ -49,6 +49,7 @@ class Noted:
         table, lens = torch.zeros(4, 5, dtype=torch.int32)[:, :4], torch.ones(4, dtype=torch.int32)
         plan = self.runner.plan([1] * SEQS, SEQS, 1, table, lens)
         self.runner._cute = self.backend
+        self.runner._launcher = launcher.Launcher(self.backend, self.runner._check, PAGE)
         cache = torch.zeros(2, *CACHE, dtype=torch.float8_e4m3fn)
         one = torch.ones(1)
         self.arguments: dict[str, Any] = {
@@ -76,7 +77,8 @@ class Noted:
 @pytest.fixture(params=["guards", "no_guards"])
 def noted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Noted:
     if request.param == "no_guards":
-        monkeypatch.setattr(runner, "same_layout", lambda tensors: signature._never)
+        for module in (launcher, runner):
+            monkeypatch.setattr(module, "same_layout", lambda tensors: signature._never)
     return Noted(monkeypatch)
 
 
@@ -200,7 +202,7 @@ def test_a_known_layout_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) 
     noted = Noted(monkeypatch)
     looked_up: list[Any] = []
     layout_key = runner.layout_key
-    monkeypatch.setattr(runner, "layout_key", lambda tensors: looked_up.append(tensors) or layout_key(tensors))
+    monkeypatch.setattr(launcher, "layout_key", lambda tensors: looked_up.append(tensors) or layout_key(tensors))
     noted.run()
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         looked_up.clear()
@@ -212,8 +214,8 @@ def test_a_known_layout_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_layers_of_several_layouts_are_each_checked_once(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    same_layout, prepare = runner.same_layout, CuteBackend.prepare
-    monkeypatch.setattr(runner, "same_layout", lambda tensors: made.append("guard") or same_layout(tensors))
+    same_layout, prepare = launcher.same_layout, CuteBackend.prepare
+    monkeypatch.setattr(launcher, "same_layout", lambda tensors: made.append("guard") or same_layout(tensors))
     monkeypatch.setattr(CuteBackend, "prepare", lambda *arguments: made.append("launch") or prepare(*arguments))
     padded = torch.zeros(SEQS, HEADS + 1, D, dtype=torch.bfloat16)[:, 1:]
     for _ in range(3):

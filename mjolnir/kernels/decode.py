@@ -25,7 +25,7 @@ from mjolnir.kernels.args import BlockScales, DecodeArgs, read_launch_args
 from mjolnir.kernels.consumer import Consumer
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.producer import Producer
-from mjolnir.kernels.scales_warp import ScaleCopier
+from mjolnir.kernels.scale_copier import ScaleCopier
 from mjolnir.variant import Variant
 
 SWIZZLES = {
