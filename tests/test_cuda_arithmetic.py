@@ -88,8 +88,8 @@ def compiled_query(
     query: torch.Tensor, q_mul: torch.Tensor | None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """``quantise_query_kernel`` with NATIVE, step by step as Triton 3.6 compiles it for sm_90: one product with q_mul,
-    div.rn of amax, ``in_triton.full_quotient``, cvt.rn.satfinite. No product is contracted with a sum: the only sums
-    but the fma are negations."""
+    div.rn of amax, ``in_triton.scales.full_quotient``, cvt.rn.satfinite. No product is contracted with a sum: the only
+    sums but the fma are negations."""
     x = query.float().numpy() if q_mul is None else query.float().numpy() * q_mul.numpy()
     x = x.reshape(len(x), KV_HEADS, -1)
     scale = np.abs(x).max(-1) / np.float32(448)

@@ -151,7 +151,7 @@ def longdouble_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
 def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
-    """The arithmetic of ``in_triton.full_quotient``, step by step, wherever a code can depend on it."""
+    """The arithmetic of ``in_triton.scales.full_quotient``, step by step, wherever a code can depend on it."""
     rng, one = np.random.default_rng(0), np.float32(1)
     for seed in range(6):
         x = rng.integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
@@ -177,7 +177,7 @@ def test_the_corrected_quotient_is_the_ieee_quotient() -> None:
 
 
 def short_quotient(x: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """``in_triton.short_quotient``."""
+    """``in_triton.scales.short_quotient``."""
     one = np.ones_like(d)
     reciprocal = one / d
     bits = reciprocal.view(np.int32)
@@ -220,8 +220,8 @@ def test_quotients_of_zero_inf_and_nan_are_the_ieee_quotients() -> None:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
 def test_one_correction_keeps_every_e2m1_boundary() -> None:
-    """``in_triton.over_block_scale``: for every block scale, on every boundary and beside it, with a reciprocal that is
-    off by up to two ulps."""
+    """``in_triton.scales.over_block_scale``: for every block scale, on every boundary and beside it, with a reciprocal
+    that is off by up to two ulps."""
     blocks = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
     at = (bounds[:, None] * blocks).astype(np.float32)
@@ -235,7 +235,7 @@ def test_one_correction_keeps_every_e2m1_boundary() -> None:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no wider type than fp64 to emulate an fma with")
 def test_the_corrected_sixth_is_the_ieee_quotient() -> None:
-    """``in_triton.block_scale_code``."""
+    """``in_triton.scales.block_scale_code``."""
     amax = np.random.default_rng(0).integers(0, 0x47800000, 2**20, dtype=np.uint32).view(np.float32)  # up to 65536
     six, sixth = np.float32(6), np.float32(1 / 6)
     y = amax * sixth

@@ -12,7 +12,7 @@ import torch
 
 from mjolnir import expand, write
 from mjolnir.formats import FORMATS, KvFormat, get_format
-from mjolnir.formats.in_triton import NAN_CODES
+from mjolnir.formats.in_triton.codes import NAN_CODES
 from mjolnir.page_views import Cache, as_bits
 
 POOLS = ("nhd", "hnd", "both_in_a_row", "layer_packed")

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from mjolnir.expand import Layout, Side
-from mjolnir.formats.in_triton import head_scale, load_rows, quotient, store_rows
+from mjolnir.formats.in_triton.rows import load_rows, store_rows
+from mjolnir.formats.in_triton.scales import head_scale, quotient
 from mjolnir.kernels.triton_launch import cache_arguments, native, tile_of
 
 

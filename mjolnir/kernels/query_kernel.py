@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mjolnir.formats.in_triton import e4m3_values, fp8_word, joined_4, quarters, quotient, widened
+from mjolnir.formats.in_triton.codes import e4m3_values, fp8_word, joined_4, quarters, widened
+from mjolnir.formats.in_triton.scales import quotient
 from mjolnir.kernels.triton_launch import native
 
 

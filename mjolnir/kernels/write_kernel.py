@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mjolnir.formats.in_triton import head_scale, load_sixteens, quotient, store_rows, widened
+from mjolnir.formats.in_triton.codes import widened
+from mjolnir.formats.in_triton.rows import load_sixteens, store_rows
+from mjolnir.formats.in_triton.scales import head_scale, quotient
 from mjolnir.kernels.triton_launch import cache_arguments, native, tile_of
 from mjolnir.write import Layout, Side
 
