@@ -26,6 +26,7 @@ item: the two halves of a CTA take them, and merge them in shared memory, as one
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -115,43 +116,47 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     """
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
     lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, INT32_MAX), INT32_MAX)
-    tiles = np.maximum(-(-lens // PLAN_TILE), 1)
-    aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, shape)
-    paired = rows == 2
-    step = aligned * rows
+    columns = np.zeros((PLAN_COLUMNS, 1 + shape.num_rows), dtype=np.int32)
+    if not len(lens):
+        return columns.T
+    tiles = np.maximum((lens + (PLAN_TILE - 1)) // PLAN_TILE, 1)
+    work, longest = int(tiles.sum()), int(tiles.max())
+    aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, work, longest, shape)
+    split = aligned * rows
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
-    length = -(-tiles // step) * step if aligned else tiles + cost
-    seq_start = np.concatenate(([0], np.cumsum(length * shape.num_kv_heads)))
-    total = int(seq_start[-1])
-    segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, tiles, shape)
+    length = (tiles + (split - 1)) // split * split if aligned else tiles + cost
+    seq_length = length * shape.num_kv_heads
+    seq_end = seq_length.cumsum()
+    total = int(seq_end[-1])
+    skewed = longest * len(tiles) >= SKEWED * work
+    segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, longest, skewed, shape)
+    in_use = min(_row_of(segments, total - 1) + 1, shape.num_rows)  # the last row takes what fixed splits leave over
 
-    position = np.minimum(_row_starts(segments, shape.num_rows + 1), total)
-    position[-1] = total  # the last row takes what fixed splits leave over
-    seq = np.searchsorted(seq_start, position, side="right") - 1
-    item_length = np.append(length, 1)[seq]
-    offset = position - seq_start[seq]
-    head = offset // item_length
-    offset -= head * item_length
-    plan = np.zeros((1 + shape.num_rows, PLAN_COLUMNS), dtype=np.int32)
+    position = _row_starts(segments, in_use)
+    seq = seq_end.searchsorted(position, side="right")
+    item_length = length[seq]
+    head, offset = np.divmod(position - (seq_end - seq_length)[seq], item_length)
+    begin, end, first_row, last_row = columns[:3, 1:], columns[3:6, 1:], columns[6, 1:], columns[7, 1:]
+    begin[0, in_use:] = len(tiles)  # rows that are not in use lie at the end of the line
     if shape.max_splits == 1:
         # Cuts move to the nearest boundary between items.
         item = seq * shape.num_kv_heads + head + ((2 * offset >= item_length) & (offset > 0))
-        seq, head = item // shape.num_kv_heads, item % shape.num_kv_heads
-        tile = np.zeros_like(offset)
+        begin[0, :in_use], begin[1, :in_use] = np.divmod(item, shape.num_kv_heads)
     else:
-        tile = np.maximum(offset - cost, 0)
+        begin[0, :in_use], begin[1, :in_use], begin[2, :in_use] = seq, head, np.maximum(offset - cost, 0)
         # Tile k of an item lies at item_start + cost + k, and belongs to the row it lies in.
         item_start = position - offset
-        plan[1:, 6] = _row_of(segments, item_start + cost)[:-1]
-        plan[1:, 7] = _row_of(segments, item_start + item_length - 1)[1:]
+        first_row[:in_use] = _row_of(segments, item_start + cost)
+        first_row[in_use:] = _row_of(segments, total + cost)
+        last_row[: in_use - 1] = _row_of(segments, item_start + (item_length - 1))[1:]
+        last_row[in_use - 1 :] = _row_of(segments, total)
         if shape.fixed_tiles:
-            np.minimum(plan[1:, 7], shape.num_rows - 1, out=plan[1:, 7])
-    for column, values in enumerate((seq, head, tile)):
-        plan[1:, column] = values[:-1]
-        plan[1:, 3 + column] = values[1:]
-    plan[0, 0] = np.searchsorted(position, total)
-    plan[0, 2] = PAIRED if paired else WAIT if aligned and not shape.fixed_tiles else ARRIVE
-    return plan
+            np.minimum(last_row, shape.num_rows - 1, out=last_row)
+    end[:, :-1] = begin[:, 1:]
+    end[0, -1] = len(tiles)
+    columns[0, 0] = in_use
+    columns[2, 0] = PAIRED if rows == 2 else WAIT if aligned and not shape.fixed_tiles else ARRIVE
+    return columns.T
 
 
 def fixed_rows(num_seqs: int, tokens: int, fixed_split: int, num_kv_heads: int) -> int:
@@ -160,34 +165,33 @@ def fixed_rows(num_seqs: int, tokens: int, fixed_split: int, num_kv_heads: int) 
     return num_kv_heads * (num_seqs + tokens // fixed_split)
 
 
-def aligned_share(tiles: Int64Array, shape: PlanShape) -> tuple[int, int]:
+def aligned_share(tiles: Int64Array, work: int, longest: int, shape: PlanShape) -> tuple[int, int]:
     """(tiles per row, rows per split) where every row can hold one piece and all rows run at once; (0, 1) where other
     rows serve better: for long lines, or where it would be more than ALIGN_SLACK longer than an equal share. ``tiles``:
-    per sequence."""
-    equal = -(-int(tiles.sum()) * shape.num_kv_heads // shape.num_ctas)
-    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE or not len(tiles):
+    per sequence; ``work`` and ``longest``: their sum and maximum."""
+    equal = -(-work * shape.num_kv_heads // shape.num_ctas)
+    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE:
         return 0, 1
-    longest = int(tiles.max())
     single = SHORT_TILES[2 * longest > SINGLE_TILES]
     singles_first = longest <= SINGLE_TILES and equal <= single
     for rows, short in ((1, single), (2, PAIR_SHARE)) if singles_first else ((2, PAIR_SHARE), (1, single)):
-        if rows == 2 and not shape.pairs:
+        at_once = shape.num_ctas // (rows * shape.num_kv_heads)  # splits, of each head
+        if len(tiles) > at_once or (rows == 2 and not shape.pairs):
             continue
         smallest = max(equal, short)
         for share in range(smallest, smallest + ALIGN_SLACK + 1):
-            if int((-(-tiles // (rows * share))).sum()) * rows * shape.num_kv_heads <= shape.num_ctas:
+            if int((-(-tiles // (rows * share))).sum()) <= at_once:
                 return share, rows
     return 0, 1
 
 
-def cut_line(total: int, tiles: Int64Array, shape: PlanShape) -> list[Segment]:
-    """The segments that cover a line of ``total``; ``tiles``: per sequence."""
+def cut_line(total: int, longest: int, skewed: bool, shape: PlanShape) -> list[Segment]:
+    """The segments that cover a line of ``total``; ``longest``: most tiles of a sequence, ``skewed``: see SKEWED."""
     equal = -(-total // shape.num_ctas)
-    longest = int(tiles.max(initial=0))
     if shape.max_splits not in (None, 1):
         # n tiles touch at most (n - 2) // share + 2 rows of one size.
         return [Segment(0, 0, max(equal, MIN_SHARE, (longest - 2) // (shape.max_splits - 1) + 1))]
-    if equal < DYNAMIC_ABOVE or longest * len(tiles) < SKEWED * int(tiles.sum()):
+    if equal < DYNAMIC_ABOVE or not skewed:
         return [Segment(0, 0, max(equal, MIN_SHARE))]
     segments, start, first_row = [], 0, 0
     for rows, tenths in SHARES:
@@ -200,17 +204,20 @@ def cut_line(total: int, tiles: Int64Array, shape: PlanShape) -> list[Segment]:
 
 def _row_starts(segments: list[Segment], count: int) -> Int64Array:
     """Where rows 0 … count - 1 begin; the last segment goes on for ever."""
-    row = np.arange(count, dtype=np.int64)
+    row = np.arange(count)
     start = row * segments[0].share
     for segment in segments[1:]:
         start[segment.first_row :] = segment.start + (row[segment.first_row :] - segment.first_row) * segment.share
     return start
 
 
-def _row_of(segments: list[Segment], position: Int64Array) -> Int64Array:
+_Position = TypeVar("_Position", int, Int64Array)
+
+
+def _row_of(segments: list[Segment], position: _Position) -> _Position:
     """The row that a position lies in."""
     row = position // segments[0].share
     for segment in segments[1:]:
         here = segment.first_row + (position - segment.start) // segment.share
-        row = np.where(position >= segment.start, here, row)
+        row += (here - row) * (position >= segment.start)
     return row

@@ -126,7 +126,7 @@ class CuteBackend:
         buffer = self.plan_buffer(q_len)
         staging = torch.zeros(buffer.device.shape, dtype=torch.int32, pin_memory=True)
         plan = build_plan(seq_lens, buffer.shape, margin)
-        staging.numpy()[: plan.size] = plan.reshape(-1)
+        staging.numpy()[: plan.size].reshape(plan.shape)[:] = plan
         buffer.device.copy_(staging, non_blocking=True)
 
     def compile_planner(self) -> None:
