@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_write import compiled, interpret
+from test_write import Launches, compiled, interpret
 from writers_cases import Pool
 
 import mjolnir
+from mjolnir.expand import Side, check_layout
 from mjolnir.formats import FORMATS, get_format
 from mjolnir.page_views import as_bits
 
@@ -105,6 +106,20 @@ def test_compiles_for_hopper_without_spills(name: str) -> None:
     for out_name in ("fp8", "bf16"):
         constants = {
             "K_FORMAT": name, "V_FORMAT": name, "OUT_FORMAT": out_name, **flags,
-            "D": 128, "PAGE_SIZE": 64, "ROWS": tile_of(10**4, 128).rows, "NATIVE": True,
+            "KV_HEADS": 3, "D": 128, "PAGE_SIZE": 64, "ROWS": tile_of(10**4, 128).rows, "NATIVE": True,
         }  # fmt: skip
         assert not compiled(expand_pages_kernel, pointers, constants).spills
+
+
+def test_more_tiles_than_a_grid_has_on_its_other_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from mjolnir.kernels import expand_kernel
+
+    monkeypatch.setattr(expand_kernel, "expand_pages_kernel", launches := Launches())
+    pools = [Pool.make("nhd", [get_format("fp8")] * 2, 64, [torch.ones(1)] * 2) for _ in range(2)]
+    sides = Side(pools[0].k, pools[1].k), Side(pools[0].v, pools[1].v)
+    layout = check_layout(sides, "fp8", "fp8", "fp8")
+    for pages in (1, 2**22):  # of 16 rows; a tile has 8, or 64
+        ids = torch.zeros(1, dtype=torch.int32).expand(pages)
+        expand_kernel.launch_expand(layout, *sides, ids, ids)
+    assert launches.grids == [(6, 1, 2), (3 * 2**20, 1, 2)]

@@ -19,6 +19,7 @@ from writers_cases import POOLS, Pool, make_scales
 import mjolnir
 from mjolnir.formats import FORMATS, get_format
 from mjolnir.page_views import MANY_ROWS, as_bits
+from mjolnir.write import Side, check_layout
 
 
 def interpret(code: str) -> None:
@@ -277,8 +278,33 @@ def test_compiles_for_hopper_without_spills(name: str, per_channel: bool) -> Non
     for tokens in (1, MANY_ROWS + 1):
         constants = {
             "K_FORMAT": name, "V_FORMAT": "fp8", "K_PER_CHANNEL": per_channel, "V_PER_CHANNEL": False,
-            "D": 128, "PAGE_SIZE": 64, "ROWS": tile_of(tokens, 128).rows, "NATIVE": True,
+            "KV_HEADS": 3, "D": 128, "PAGE_SIZE": 64, "ROWS": tile_of(tokens, 128).rows, "NATIVE": True,
         }  # fmt: skip
         report = compiled(write_kv_kernel, pointers | {"slots": "*i64"}, constants)
         assert not report.spills
         assert report.count("F2FP"), "fp8 is converted by the instruction"
+
+
+class Launches:
+    """In place of a kernel: notes the grids that it is launched over."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return lambda *arguments, **constants: None
+
+
+def test_more_tiles_than_a_grid_has_on_its_other_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first axis takes more than 65,535."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from mjolnir.kernels import write_kernel
+
+    monkeypatch.setattr(write_kernel, "write_kv_kernel", launches := Launches())
+    pool, x, slots = small()
+    sides = Side(x, pool.k), Side(x, pool.v)
+    layout = check_layout(sides, "fp8", "fp8")
+    for tokens in (4, 2**26):  # a tile has 8 rows, or 64
+        write_kernel.launch_write(layout, *sides, slots[:1].expand(tokens))
+    assert launches.grids == [(3, 1, 2), (3 * 2**20, 1, 2)]

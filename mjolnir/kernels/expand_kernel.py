@@ -19,10 +19,10 @@ def _expand_side(
     out, out_page_stride, out_row, out_head, out_scale, out_scale_head, out_scale_channel,
     pages, out_pages, num_rows, num_pages, num_out_pages,
     FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, OUT_FORMAT: tl.constexpr, OUT_PER_CHANNEL: tl.constexpr,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0).to(tl.int64)  # 64-bit, so that no stride times an index overflows
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64-bit, so that no stride times an index overflows
+    row = tl.program_id(0) // KV_HEADS * ROWS + tl.arange(0, ROWS)
     in_page = row % PAGE_SIZE
     page = tl.load(pages + row // PAGE_SIZE, mask=row < num_rows, other=-1).to(tl.int64)
     out_page = tl.load(out_pages + row // PAGE_SIZE, mask=row < num_rows, other=-1).to(tl.int64)
@@ -62,7 +62,7 @@ def expand_pages_kernel(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, OUT_FORMAT: tl.constexpr,
     K_PER_CHANNEL: tl.constexpr, V_PER_CHANNEL: tl.constexpr,
     K_OUT_PER_CHANNEL: tl.constexpr, V_OUT_PER_CHANNEL: tl.constexpr,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _expand_side(
@@ -70,7 +70,7 @@ def expand_pages_kernel(
             k_scale, k_scale_head, k_scale_channel,
             k_out, k_out_page, k_out_row, k_out_head, k_out_scale, k_out_scale_head, k_out_scale_channel,
             pages, out_pages, num_rows, num_pages, num_out_pages,
-            K_FORMAT, K_PER_CHANNEL, OUT_FORMAT, K_OUT_PER_CHANNEL, D, PAGE_SIZE, ROWS, NATIVE,
+            K_FORMAT, K_PER_CHANNEL, OUT_FORMAT, K_OUT_PER_CHANNEL, KV_HEADS, D, PAGE_SIZE, ROWS, NATIVE,
         )  # fmt: skip
     else:
         _expand_side(
@@ -78,7 +78,7 @@ def expand_pages_kernel(
             v_scale, v_scale_head, v_scale_channel,
             v_out, v_out_page, v_out_row, v_out_head, v_out_scale, v_out_scale_head, v_out_scale_channel,
             pages, out_pages, num_rows, num_pages, num_out_pages,
-            V_FORMAT, V_PER_CHANNEL, OUT_FORMAT, V_OUT_PER_CHANNEL, D, PAGE_SIZE, ROWS, NATIVE,
+            V_FORMAT, V_PER_CHANNEL, OUT_FORMAT, V_OUT_PER_CHANNEL, KV_HEADS, D, PAGE_SIZE, ROWS, NATIVE,
         )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def launch_expand(layout: Layout, k: Side, v: Side, pages: torch.Tensor, out_pag
     for source, target, side in ((k_pages, k_out, k), (v_pages, v_out, v)):
         out = cache_arguments(target, side.out)
         arguments += [*cache_arguments(source, side.cache), *out[:4], *out[8:]]  # all but block scales
-    expand_pages_kernel[(k_pages.num_kv_heads, triton.cdiv(rows, tile.rows), 2)](
+    expand_pages_kernel[(k_pages.num_kv_heads * triton.cdiv(rows, tile.rows), 1, 2)](
         *arguments,
         pages,
         out_pages,
@@ -105,6 +105,7 @@ def launch_expand(layout: Layout, k: Side, v: Side, pages: torch.Tensor, out_pag
         V_PER_CHANNEL=v_pages.scale_strides[1] != 0,
         K_OUT_PER_CHANNEL=k_out.scale_strides[1] != 0,
         V_OUT_PER_CHANNEL=v_out.scale_strides[1] != 0,
+        KV_HEADS=k_pages.num_kv_heads,
         D=k_pages.head_size,
         PAGE_SIZE=k_pages.page_size,
         ROWS=tile.rows,
