@@ -147,11 +147,11 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         # Tile k of an item lies at item_start + cost + k, and belongs to the row it lies in.
         item_start = position - offset
         first_row[:in_use] = _row_of(segments, item_start + cost)
-        first_row[in_use:] = _row_of(segments, total + cost)
-        last_row[: in_use - 1] = _row_of(segments, item_start + (item_length - 1))[1:]
-        last_row[in_use - 1 :] = _row_of(segments, total)
-        if shape.fixed_tiles:
-            np.minimum(last_row, shape.num_rows - 1, out=last_row)
+        # Fixed splits may be more than there are rows, even more than int32 counts.
+        most = shape.num_rows - 1 if shape.fixed_tiles else INT32_MAX
+        first_row[in_use:] = min(_row_of(segments, total + cost), most)
+        last_row[: in_use - 1] = np.minimum(_row_of(segments, item_start + (item_length - 1)), most)[1:]
+        last_row[in_use - 1 :] = min(_row_of(segments, total), most)
     end[:, :-1] = begin[:, 1:]
     end[0, -1] = len(tiles)
     columns[0, 0] = in_use

@@ -405,6 +405,15 @@ def test_lengths_past_int32_are_planned_as_the_longest_there_are():
     np.testing.assert_array_equal(plan, make_plan([5, 6, 7], shape, margin=2**40))
 
 
+def test_more_fixed_splits_than_int32_counts() -> None:
+    """The last row takes what the others leave over."""
+    shape = PlanShape(8, 64, fixed_tiles=1, fixed_rows=1000)
+    plan = build_plan([INT32_MAX] * 3, shape)
+    assert plan[0, 0] == plan.max() == 1000 and plan.min() == 0
+    assert (plan[1:, 7] == 999).all() and (plan[1:, 6] == 0).all()
+    assert plan[1:-1, 2].tolist() == list(range(999)) and plan[1000].tolist() == [0, 0, 999, 3, 0, 0, 0, 999]
+
+
 @pytest.mark.parametrize(
     "as_input", [list, tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)]
 )

@@ -50,6 +50,7 @@ CASES = [
     ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=100), 0),
     ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=100), 300),
     ([3000, 10, 7000, 0, 5], PlanShape(4, 2, fixed_tiles=4, fixed_rows=40), 0),  # too few rows
+    ([2**31 - 1] * 3, PlanShape(4, 64, fixed_tiles=1, fixed_rows=40), 0),  # by more than int32 counts
     ([], PlanShape(4, 2, fixed_tiles=4, fixed_rows=40), 0),
 ]
 
