@@ -76,12 +76,12 @@ class QueryQuantiser:
 
         Returns:
             The query to run with, in place of query and q_mul: e4m3 values, (rows, h_q, d) of the query's dtype.
-            The descales to run with in place of k_scale: K's times the query's, (rows / q_len, h_k).
+            The descales to run with in place of k_scale: K's times the query's, (rows / q_len, h_k), at most the
+            largest fp32 number in size: an infinite one would make NaN of a product of 0.
 
         Raises:
             RuntimeError: the kernel is not compiled and a CUDA graph is being captured.
         """
-        shape = self.shape
         num_seqs = min(self.max_num_seqs, query.shape[0] // q_len)
         if k_scale.dim() == 2 and k_scale.numel() > 1:
             num_seqs = min(num_seqs, k_scale.shape[0])
@@ -89,10 +89,7 @@ class QueryQuantiser:
         if not num_seqs:
             return values, scale
         if self.device.type != "cuda" or not has_triton():
-            rows = query if query.dim() == 3 else query.unflatten(1, (shape.num_heads, shape.head_size))
-            made, descale = quantise_query(rows, q_mul, num_seqs, q_len, shape.num_kv_heads)
-            values.copy_(made)
-            torch.mul(scale_view("k_scale", k_scale, num_seqs, shape.num_kv_heads), descale, out=scale)
+            self._in_torch(query, q_mul, k_scale, values, scale, q_len)
             return values, scale
         if signature.pack_query:
             query = query.clone(memory_format=torch.contiguous_format)
@@ -110,6 +107,24 @@ class QueryQuantiser:
         for q_len in q_lens:
             query = torch.zeros(q_len, heads, d, dtype=query_dtype, device=self.device)
             self._launch(query, (heads * d, d), q_mul, one, (0, 0), torch.empty_like(query), scale, q_len)
+
+    @torch.no_grad()
+    def _in_torch(
+        self,
+        query: torch.Tensor,
+        q_mul: torch.Tensor | None,
+        k_scale: torch.Tensor,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        q_len: int,
+    ) -> None:
+        shape, num_seqs = self.shape, len(scale)
+        rows = query if query.dim() == 3 else query.unflatten(1, (shape.num_heads, shape.head_size))
+        made, descale = quantise_query(rows, q_mul, num_seqs, q_len, shape.num_kv_heads)
+        values.copy_(made)
+        torch.mul(scale_view("k_scale", k_scale, num_seqs, shape.num_kv_heads), descale, out=scale)
+        largest = torch.finfo(scale.dtype).max
+        scale.clamp_(-largest, largest)
 
     def _launch(
         self,
@@ -137,7 +152,8 @@ class QueryQuantiser:
     def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._values:
             rows = self.max_num_seqs * self.max_q_len
-            self._values[dtype] = torch.empty(
-                rows, self.shape.num_heads, self.shape.head_size, dtype=dtype, device=self.device
-            )
+            with torch.inference_mode(False):  # a buffer made in it could not be written outside
+                self._values[dtype] = torch.empty(
+                    rows, self.shape.num_heads, self.shape.head_size, dtype=dtype, device=self.device
+                )
         return self._values[dtype]

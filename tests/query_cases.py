@@ -10,6 +10,8 @@ import torch
 from mjolnir.checks import scale_view
 from mjolnir.query_fp8 import quantise_query
 
+FLT_MAX = torch.finfo(torch.float32).max
+
 
 def check_query(device: torch.device | str) -> None:
     """q_len, group, head size, dtype, strides, q_mul and descales vary together; NaN and Inf among the values."""
@@ -32,8 +34,13 @@ def check_query_case(q_len: int, group: int, d: int, seed: int, device: torch.de
     query[q_len : 2 * q_len] = 0
     q_mul = torch.rand(heads, d, generator=gen) * 4 if seed % 3 else None
     k_scale = torch.rand((1, (kv_heads,), (num_seqs, kv_heads))[seed % 3], generator=gen) + 0.5
+    if seed % 2 == 0:  # the product of the descales is beyond fp32
+        query[:q_len] *= 1e6
+        k_scale.view(-1)[0] = (3e38, -3e38)[seed // 2 % 2]
     want, descale = quantise_query(query, q_mul, num_seqs, q_len, kv_heads)
     view = scale_view("k_scale", k_scale, num_seqs, kv_heads)
+    factor = (view.double() * descale.double()).clamp(-FLT_MAX, FLT_MAX).float()
+    assert seed % 2 or factor[0, 0].abs() == FLT_MAX
     query, k_on_device = query.to(device), k_scale.to(device)
     q_mul = None if q_mul is None else q_mul.to(device)
     strides = scale_view("k_scale", k_on_device, num_seqs, kv_heads).stride()
@@ -43,7 +50,7 @@ def check_query_case(q_len: int, group: int, d: int, seed: int, device: torch.de
         query, (query.stride(0), query.stride(1)), q_mul, k_on_device, strides, out, scale, q_len
     )  # fmt: skip
     torch.testing.assert_close(out.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(scale.cpu(), view * descale, rtol=0, atol=0)
+    torch.testing.assert_close(scale.cpu(), factor, rtol=0, atol=0)
     values, own_descale = quantise_query(query, q_mul, num_seqs, q_len, kv_heads)
     torch.testing.assert_close(values.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(own_descale.cpu(), descale, rtol=0, atol=0)

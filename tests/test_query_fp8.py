@@ -9,6 +9,7 @@ import torch
 from running import ROW_TOLERANCE, assert_oracle, launch, make_outputs, make_problem, make_runner
 from test_write import compiled, interpret
 
+from mjolnir.formats import get_format
 from mjolnir.query_fp8 import quantise_query
 
 
@@ -89,6 +90,27 @@ def test_it_differs_from_a_bf16_query_by_e4m3_s_rounding() -> None:
         outs.append(out.float())
     error = ((outs[0] - outs[1]).norm() / outs[0].norm()).item()
     assert 1e-3 < error < 6e-2
+
+
+@pytest.mark.parametrize("k_scale", [3e38, -3e38])
+def test_descales_whose_product_is_beyond_fp32_count_as_its_largest_number(k_scale: float) -> None:
+    """Where an infinite one made NaN of every product of 0. One score of a head is far above the others: it wins."""
+    problem = make_problem([70, 5], kv_heads=2, heads=8)
+    problem.query.zero_()
+    problem.query[..., 0] = 1e6
+    keys = torch.zeros(75, 2, 128)
+    keys[torch.tensor([33, 72]), :, 0] = 1 if k_scale > 0 else -1
+    values = torch.arange(75.0)[:, None, None] / 8
+    problem.cache.set_k(keys)
+    problem.cache.set_v(values)
+    problem.k_scale, problem.softmax_scale = torch.tensor([k_scale]), 2.0**-10
+    runner = make_runner(problem, q_mode="fp8")
+    out, lse = make_outputs(problem, runner)
+    plan = runner.plan(None, 2, 1, problem.cache.block_table, problem.cache.seq_lens)
+    launch(runner, plan, problem, out, lse)
+    stored = get_format("fp8").decode(get_format("fp8").encode(values, torch.ones(1))).half()
+    assert torch.equal(out, stored[[33, 72]].expand(2, 8, 128))
+    assert lse.eq(448 * problem.softmax_scale * torch.finfo(torch.float32).max).all()
 
 
 def test_refusals_name_the_argument_that_was_given() -> None:

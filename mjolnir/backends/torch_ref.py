@@ -29,6 +29,7 @@ class _Partial(NamedTuple):
     o: torch.Tensor  # Σ exp(score − m) · v / l, 0 without keys
 
 
+@torch.no_grad()
 def decode(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -67,7 +68,7 @@ def decode(
     if num_seqs == 0:
         return
     num_pages, page_size, num_kv_heads, row_width = k_cache.shape
-    k_fmt, v_fmt = get_format(kv_format), get_format(v_format or kv_format)
+    k_fmt, v_fmt = get_format(kv_format), get_format(kv_format if v_format is None else v_format, "v_format")
     head_size = k_fmt.head_size_of(row_width)
     q, q_exponent = _normalised(_by_head(query, num_seqs, q_len, num_kv_heads, head_size), q_mul)
     out_rows = _by_head(out, num_seqs, q_len, num_kv_heads, head_size)

@@ -10,6 +10,8 @@ from mjolnir.formats.in_triton.codes import e4m3_values, fp8_word, joined_4, qua
 from mjolnir.formats.in_triton.scales import quotient
 from mjolnir.kernels.triton_launch import native
 
+FLT_MAX = tl.constexpr((2 - 2**-23) * 2.0**127)
+
 
 # Not specialised: what varies between layers or steps must not compile another kernel.
 @triton.jit(do_not_specialize=["k_scale_seq", "k_scale_head"], do_not_specialize_on_alignment=["k_scale", "q_mul"])
@@ -38,7 +40,8 @@ def quantise_query_kernel(
     values = joined_4(x0, x1, x2, x3, ROWS, D).to(out.dtype.element_ty)
     tl.store(out + ((token * KV_HEADS * GROUP + head) * D)[:, None] + channel, values, mask=live)
     factor = tl.load(k_scale + seq * k_scale_seq + kv_head * k_scale_head)
-    tl.store(out_scale + seq * KV_HEADS + kv_head, factor * scale)
+    product = tl.clamp(factor * scale, -FLT_MAX, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out_scale + seq * KV_HEADS + kv_head, product)
 
 
 def launch_quantise(
