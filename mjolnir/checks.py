@@ -6,7 +6,7 @@ Each returns what it checked, in the form the caller goes on with, so that a che
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 
 Checked = TypeVar("Checked")
+
+INT32_MAX = 2**31 - 1
 
 MAX_LAYOUTS = 256
 """Layouts of tensors that are remembered; a model has a few."""
@@ -25,6 +27,19 @@ def remember(known: dict[Any, Checked], layout: Any, checked: Checked) -> Checke
         known.clear()
     known[layout] = checked
     return checked
+
+
+def layout_key(tensors: Iterable[Any], any_rows: int = 0) -> tuple[object, ...]:
+    """Everything that is checked of tensors, as a dict key: a few microseconds. Of the first ``any_rows`` tensors the
+    size of their first dimension is left out."""
+    try:
+        return tuple([
+            None if t is None
+            else (t.dtype, t.shape[1:] if i < any_rows else t.shape, t.stride(), t.device, t.data_ptr() & 15)
+            for i, t in enumerate(tensors)
+        ])  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse one: an unknown key, and the check says which
+        return (object(),)
 
 
 def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
@@ -51,9 +66,10 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     Raises:
         ValueError: it is not.
     """
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return next(choice for choice in choices if choice == value)
+    try:
+        return {choice: choice for choice in choices}[value]
+    except (KeyError, TypeError):  # lists and arrays have no hash
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}") from None
 
 
 def check_tensor(
@@ -65,17 +81,21 @@ def check_tensor(
     shape: Sequence[int | None] | None = None,
     device: torch.device | None = None,
     contiguous_rows: bool = False,
+    written: bool = False,
 ) -> torch.Tensor:
-    """``tensor``, of one of the given dtypes and ranks, of ``shape`` (None: any size), on ``device``.
+    """``tensor``, dense, of one of the given dtypes and ranks, of ``shape`` (None: any size), on ``device``.
 
-    ``contiguous_rows`` asks for stride 1 in the last dimension; a size of 1 may carry any stride.
+    ``contiguous_rows`` asks for stride 1 in the last dimension, ``written`` for no stride of 0: what is written must
+    have a place for each element. A size of 1 may carry any stride.
 
     Raises:
-        TypeError: not a tensor, or of another dtype.
-        ValueError: another rank, shape or device, or rows that are not contiguous.
+        TypeError: not a tensor, sparse, or of another dtype.
+        ValueError: another rank, shape or device, rows that are not contiguous, or elements in one place.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
     if dtype is not None:
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if tensor.dtype not in dtypes:
@@ -94,6 +114,11 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
     if contiguous_rows and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
+    if written and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{name} is written and must have no stride of 0, got strides {tensor.stride()} of shape "
+            f"{tuple(tensor.shape)}"
+        )
     return tensor
 
 
@@ -125,21 +150,23 @@ def host_lengths(seq_lens_host: Any, num_seqs: int) -> npt.NDArray[np.int64]:
 
     Raises:
         TypeError: not one-dimensional, or not ints.
-        ValueError: not on the host, too few, or negative.
+        ValueError: not on the host, too few, negative, or past int32, which those on the device are.
     """
     if isinstance(seq_lens_host, torch.Tensor) and seq_lens_host.device.type != "cpu":
         raise ValueError(f"seq_lens_host must be on the host, got a tensor on {seq_lens_host.device}")
     try:
         lens = np.asarray(seq_lens_host)
-    except ValueError:  # rows of different lengths
+    except (TypeError, ValueError):  # sparse; rows of different lengths
         raise TypeError(f"seq_lens_host must be a sequence of ints, got {seq_lens_host!r}") from None
     if lens.ndim != 1 or (lens.size and lens.dtype.kind not in "iu"):
         raise TypeError(f"seq_lens_host must be a sequence of ints, got {lens.ndim} dimensions of {lens.dtype}")
     if len(lens) < num_seqs:
         raise ValueError(f"seq_lens_host must have at least num_seqs = {num_seqs} rows, got {len(lens)}")
-    lens = lens[:num_seqs].astype(np.int64)
-    if num_seqs and lens.min() < 0:
-        raise ValueError(f"seq_lens_host must not be negative, got {lens.min()}")
+    given = lens[:num_seqs]
+    lens = given.astype(np.int64)
+    if num_seqs and lens.view(np.uint64).max() > INT32_MAX:  # the unsigned view of a negative one is
+        wrong = next(length for length in given.tolist() if not 0 <= length <= INT32_MAX)
+        raise ValueError(f"seq_lens_host must be from 0 to {INT32_MAX}, got {wrong}")
     return lens
 
 

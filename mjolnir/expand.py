@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mjolnir.checks import check_choice, check_tensor, remember
+from mjolnir.checks import check_choice, check_tensor, layout_key, remember
 from mjolnir.formats import get_format
-from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable, layout_of
+from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable
 from mjolnir.write import has_triton
 
 OUT_FORMATS = ("bf16", "fp16", "fp8")
@@ -65,8 +65,10 @@ def expand_pages(
     Args:
         pages: (n,) int32 or int64 page ids on the device; a negative one is skipped. A page past the last is skipped
             on a GPU; PyTorch raises.
-        k_cache, v_cache, k_scale, v_scale, k_block_scale, v_block_scale: as ``write_kv`` takes them.
-        k_out, v_out: (pages, page_size, h_k, d) views of bf16, fp16 or fp8, of the cache's page size.
+        k_cache, v_cache, k_scale, v_scale, k_block_scale, v_block_scale: as ``write_kv`` takes them, and any stride
+            may be 0.
+        k_out, v_out: (pages, page_size, h_k, d) views of bf16, fp16 or fp8, of the cache's page size, strides as those
+            of a cache that ``write_kv`` writes.
         kv_format, v_format: of the cache; None: V has K's.
         out_format: "bf16", "fp16" or "fp8".
         k_out_scale, v_out_scale: descales of the output, as k_scale; None: 1, for 16-bit outputs only.
@@ -95,12 +97,13 @@ def expand_pages(
         out_pages = torch.arange(len(pages), dtype=pages.dtype, device=device)
     check_tensor("out_pages", out_pages, **page_ids | {"dtype": pages.dtype, "shape": pages.shape})  # type: ignore[arg-type]
     many = len(pages) * k_cache.shape[1] > MANY_ROWS
-    asked = (kv_format, v_format, out_format, pages.dtype, many,
-             *(layout_of(tensor) for side in sides for part in (side.cache, side.out) for tensor in part))  # fmt: skip
+    formats = get_format(kv_format).name, get_format(kv_format if v_format is None else v_format, "v_format").name
+    tensors = [tensor for side in sides for part in (side.cache, side.out) for tensor in part]
+    asked = (*formats, out_format, pages.dtype, many, layout_key(tensors))
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, kv_format, v_format or kv_format, out_format)
+        layout = check_layout(sides, *formats, out_format)
     if not len(pages):
         return
     if device.type == "cuda" and has_triton():
@@ -134,7 +137,9 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str, out_for
     sources, targets = [], []
     for name, side, fmt in (("k", sides[0], get_format(k_format)), ("v", sides[1], get_format(v_format, "v_format"))):
         sources.append(Pages.check(name, side.cache, fmt, num_kv_heads, head_size, device))
-        targets.append(Pages.check(name, side.out, out_fmt, num_kv_heads, head_size, device, suffix="_out"))
+        targets.append(
+            Pages.check(name, side.out, out_fmt, num_kv_heads, head_size, device, suffix="_out", written=True)
+        )
     for name, pages, expected in (
         ("v_cache", sources[1], sources[0]),
         ("v_out", targets[1], targets[0]),
@@ -149,6 +154,7 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str, out_for
     return Layout(sources[0], sources[1], targets[0], targets[1])
 
 
+@torch.no_grad()
 def expand_in_torch(layout: Layout, k: Side, v: Side, pages: torch.Tensor, out_pages: torch.Tensor) -> None:
     """The fallback, through the codecs. Reads the page ids, so it cannot be captured.
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mjolnir.checks import remember
-from mjolnir.signature import Signature, layout_key, same_layout
+from mjolnir.checks import layout_key, remember
+from mjolnir.signature import Signature, same_layout
 
 if TYPE_CHECKING:
     from mjolnir.backends.cute import CuteBackend, Launch
@@ -51,7 +51,7 @@ class Launcher:
         query, out, _, _, k_scale, v_scale, q_mul, o_mul, lse, k_blocks, v_blocks = run_tensors
         try:
             addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        except AttributeError:  # not a tensor: the check says which
+        except (AttributeError, RuntimeError):  # no tensor, or a sparse one: the check says which
             self.check(plan, run_tensors)
             raise
         q, o, k, v, _, _, q_m, o_m, _, k_b, v_b, _, _ = addresses
@@ -78,7 +78,8 @@ class Launcher:
             addresses[1] = target.data_ptr()
         known.kernel(*addresses, *known.constants, softmax_scale, raw_stream(self.device_index))
         if target is not out:
-            out.copy_(target)
+            with torch.no_grad():
+                out.copy_(target)
 
     def _know(
         self, plan: StepPlan, tensors: tuple[Any, ...], given: list[torch.Tensor], newest: _Known | None

@@ -66,9 +66,13 @@ def detect_kv_layout(
     Raises:
         ValueError: no known layout has this shape, the shape does not fit ``override`` or it names no layout, or a size
             is not positive.
-        TypeError: a size is not an integer.
+        TypeError: shape is no sequence, or a size no integer.
     """
-    sizes = tuple(check_positive_int(f"shape[{dim}]", size, minimum=0) for dim, size in enumerate(shape))
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers, got {shape!r} ({type(shape).__name__})") from None
+    sizes = tuple(check_positive_int(f"shape[{dim}]", size, minimum=0) for dim, size in enumerate(sizes))
     known = _known_shapes(
         check_positive_int("num_kv_heads", num_kv_heads),
         check_positive_int("page_size", page_size),

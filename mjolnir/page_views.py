@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -60,15 +61,20 @@ class Pages:
         head_size: int,
         device: torch.device,
         suffix: str = "",
+        written: bool = False,
     ) -> Pages:
         """Check the tensors called ``<side>_cache``, ``<side>_scale`` and ``<side>_block_scale``, or, with a suffix
-        "_out", ``<side>_out`` and ``<side>_out_scale``.
+        "_out", ``<side>_out`` and ``<side>_out_scale``; ``written``: codes and block scales are.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
         """
         name, codes = f"{side}{suffix or '_cache'}", cache.codes
-        check_tensor(name, codes, dtype=fmt.accepted_dtypes, ndim=4, device=device, contiguous_rows=True)
+        unit = max(fmt.pack, fmt.block)
+        if head_size % unit:
+            raise ValueError(f"{name}: rows of a {fmt.name} cache have a multiple of {unit} elements, got {head_size}")
+        check_tensor(name, codes, dtype=fmt.accepted_dtypes, ndim=4, device=device, contiguous_rows=True,
+                     written=written)  # fmt: skip
         check_tensor(name, codes, shape=(None, None, num_kv_heads, fmt.row_width(head_size)))
         if not codes.shape[0] or not codes.shape[1]:
             raise ValueError(f"{name} must have at least one page of one token, got shape {tuple(codes.shape)}")
@@ -79,6 +85,9 @@ class Pages:
                 f"bytes, rows of {fmt.row_bytes(head_size)} bytes, at {codes.data_ptr():#x}"
             )
         page, token, head = (stride // WORD for stride in strides)
+        blocks = check_block_scale(
+            f"{side}_block_scale", cache.block_scale, fmt, codes.shape[:3], head_size, device, written
+        )
         return cls(
             fmt=fmt,
             num_pages=codes.shape[0],
@@ -86,9 +95,34 @@ class Pages:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             word_strides=(page, token, head),
-            block_strides=_block_strides(f"{side}_block_scale", cache, fmt, head_size, device),
+            block_strides=(0, 0, 0) if blocks is None else _strides(blocks),
             scale_strides=scale_strides(f"{side}{suffix}_scale", cache.scale, num_kv_heads, head_size, device),
         )
+
+
+def check_block_scale(
+    name: str,
+    block_scale: torch.Tensor | None,
+    fmt: KvFormat,
+    rows: Sequence[int],
+    head_size: int,
+    device: torch.device,
+    written: bool = False,
+) -> torch.Tensor | None:
+    """The block scales of pages with ``rows`` (pages, page_size, num_kv_heads); None where the format has none.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what was expected.
+    """
+    width = fmt.scale_width(head_size)
+    if not width:
+        if block_scale is not None:
+            raise ValueError(f"{name} must be None: a {fmt.name} cache has no block scales")
+        return None
+    if block_scale is None:
+        raise ValueError(f"{name} must be given: a {fmt.name} cache has {width} block scales per row of {head_size}")
+    return check_tensor(name, block_scale, dtype=BLOCK_SCALE_DTYPES, shape=(*rows, width), device=device,
+                        contiguous_rows=True, written=written)  # fmt: skip
 
 
 def scale_strides(
@@ -120,14 +154,6 @@ def broadcastable(scale: torch.Tensor) -> torch.Tensor:
     return scale[:, None] if scale.dim() == 1 else scale
 
 
-def layout_of(tensor: Any, *, rows: bool = True) -> Any:
-    """All that is checked of a tensor, as a dict key; ``rows`` False leaves out the size of its first dimension."""
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor)
-    shape = tensor.shape if rows else tensor.shape[1:]
-    return tensor.dtype, shape, tensor.stride(), tensor.device, tensor.data_ptr() & 15
-
-
 def as_bits(codes: torch.Tensor) -> torch.Tensor:
     """The same memory as integers, which every PyTorch operation takes."""
     return codes.view(torch.uint8 if codes.element_size() == 1 else torch.int16)
@@ -138,19 +164,3 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     size = tensor.element_size()
     page, token, head = (tensor.stride(dim) * size if tensor.shape[dim] > 1 else 0 for dim in range(3))
     return page, token, head
-
-
-def _block_strides(
-    name: str, cache: Cache, fmt: KvFormat, head_size: int, device: torch.device
-) -> tuple[int, int, int]:
-    width = fmt.scale_width(head_size)
-    if not width:
-        if cache.block_scale is not None:
-            raise ValueError(f"{name} must be None: a {fmt.name} cache has no block scales")
-        return 0, 0, 0
-    if cache.block_scale is None:
-        raise ValueError(f"{name} must be given: a {fmt.name} cache has {width} block scales per row of {head_size}")
-    expected = (*cache.codes.shape[:3], width)
-    check_tensor(name, cache.block_scale, dtype=BLOCK_SCALE_DTYPES, shape=expected, device=device,
-                 contiguous_rows=True)  # fmt: skip
-    return _strides(cache.block_scale)

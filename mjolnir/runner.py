@@ -17,12 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mjolnir.backends import CUTE, choose_backend, device_arch, torch_ref
-from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, remember
+from mjolnir.backends import CUTE, choose_backend, device_arch, find_device, torch_ref
+from mjolnir.checks import (
+    INT32_MAX,
+    check_choice,
+    check_positive_int,
+    check_tensor,
+    host_lengths,
+    layout_key,
+    remember,
+)
 from mjolnir.formats import get_format
 from mjolnir.launcher import Launcher, current_device
 from mjolnir.query_fp8 import QueryQuantiser
-from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, layout_key, needs_q_split, same_layout
+from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, needs_q_split, same_layout
 from mjolnir.tuning import Tuning
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
@@ -30,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
-INT32_MAX = 2**31 - 1
 FLT_MAX = (2 - 2**-23) * 2.0**127
 
 
@@ -101,6 +108,7 @@ class DecodeRunner:
         ValueError, TypeError: an argument out of its range, named.
     """
 
+    @torch.inference_mode(False)  # buffers made in it could not be written outside
     def __init__(
         self,
         *,
@@ -146,12 +154,12 @@ class DecodeRunner:
         tuning = Tuning(
             ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count, fixed_split, max_step_tokens
         )
-        self._max_step_tokens = max_step_tokens  # None without fixed splits
-        self.device = _device(device)
+        self._max_step_tokens = tuning.max_step_tokens  # None without fixed splits
+        self.device = find_device(device)
         self._device_index = self.device.index
         self.backend, self.backend_reason = choose_backend(self.device)
         self._shape = RunnerShape(
-            self.num_heads, self.num_kv_heads, self.head_size, self.page_size, out_dtype, self.kv_format.name,
+            self.num_heads, self.num_kv_heads, self.head_size, self.page_size, self.out_dtype, self.kv_format.name,
             self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
         )  # fmt: skip
         self._signatures: dict[tuple[Any, ...], Signature] = {}
@@ -205,10 +213,12 @@ class DecodeRunner:
             ValueError, TypeError: an argument out of its range, named.
             RuntimeError: a CUDA graph is being captured, and a copy from the host would be frozen into it, or the
                 planning kernel is not compiled.
+            ModuleNotFoundError: without host lengths, where Triton is not installed.
         """
         num_seqs = check_positive_int("num_seqs", num_seqs, minimum=0)
         q_len = self._check_q_len(q_len)
-        check_positive_int("margin", margin, minimum=0)
+        margin = check_positive_int("margin", margin, minimum=0)
+        causal = check_choice("causal", causal, (True, False))
         if num_seqs > self.max_num_seqs:
             raise ValueError(f"num_seqs must be at most max_num_seqs = {self.max_num_seqs}, got {num_seqs}")
         if num_seqs > self._table_rows or not self._same_table(block_table, seq_lens):
@@ -230,7 +240,7 @@ class DecodeRunner:
                 with torch.cuda.device(self.device):
                     self._plan_on_gpu(host_lens, seq_lens, num_seqs, q_len, margin)
         self._planned[q_len] = num_seqs
-        return StepPlan(num_seqs, q_len, bool(causal), block_table, seq_lens, self)
+        return StepPlan(num_seqs, q_len, causal, block_table, seq_lens, self)
 
     def _check_table(self, num_seqs: int, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         check_tensor("block_table", block_table, dtype=torch.int32, ndim=2, device=self.device, contiguous_rows=True)
@@ -281,15 +291,17 @@ class DecodeRunner:
             plan: of this runner.
             query: (tokens, h_q, d) or (tokens, h_q · d), bf16 or fp16, any token stride; token i of sequence s is row
                 s · q_len + i. Read in place where rows start at multiples of 16 bytes, else packed first.
-            out: likewise, of ``out_dtype``; rows from num_seqs · q_len on are not touched.
+            out: likewise, of ``out_dtype``, no stride 0; rows from num_seqs · q_len on are not touched.
             k_cache, v_cache: (pages, page_size, h_k, w) views of the format's dtype (uint8 is fine for fp8), any
                 strides that are multiples of 16 bytes and keep the promise of ``kv_layout``, last dimension contiguous,
                 16-byte aligned. w is d for 16-bit and fp8 formats, and the bytes of a packed row, uint8, below that:
                 3d/4 for e2m3, d/2 for nvfp4.
-            k_scale, v_scale: fp32 descales on the device: 1 element, (h_k,) or (≥ num_seqs, h_k), any strides.
+            k_scale, v_scale: fp32 descales on the device: 1 element, (h_k,) or (≥ num_seqs, h_k), any strides. With
+                q_mode="fp8" K's times the query's counts as the largest fp32 number where it is beyond that.
             softmax_scale: multiplies Q · K.
             q_mul, o_mul: (h_q, d) fp32 factors on Q before and on O after.
-            lse: (≥ tokens, h_q) fp32; receives the natural-log log-sum-exp of the scores, −inf where no key is seen.
+            lse: (≥ tokens, h_q) fp32, no stride 0; receives the natural-log log-sum-exp of the scores, −inf where no
+                key is seen.
             k_block_scale, v_block_scale: for nvfp4, e4m3 scales of 16 elements each: (pages, page_size, h_k, d/16)
                 float8_e4m3fn or uint8, rows contiguous and aligned to their d/16 bytes, any other strides.
                 ``split_nvfp4_cache`` makes cache and scale views of tensors that hold both.
@@ -299,7 +311,8 @@ class DecodeRunner:
 
         Raises:
             ValueError, TypeError: an argument out of its range, named.
-            RuntimeError: the kernel is not compiled and a CUDA graph is being captured.
+            RuntimeError: the kernel is not compiled and a CUDA graph is being captured, or neither is it compiled nor
+                the CuTe DSL installed.
         """
         if not isinstance(plan, StepPlan):
             raise TypeError(f"plan must be a StepPlan, got {type(plan).__name__}")
@@ -338,11 +351,7 @@ class DecodeRunner:
 
     def _check(self, plan: StepPlan, tensors: tuple[Any, ...]) -> Signature:
         """The checked layout of ``run``'s tensors, made once per layout."""
-        try:
-            key = layout_key(tensors)
-        except AttributeError:  # not a tensor: the check says which
-            Signature.check(self._shape, self.device, *tensors)
-            raise
+        key = layout_key(tensors)
         signature = self._signatures.get(key)
         if signature is None:
             signature = remember(self._signatures, key, Signature.check(self._shape, self.device, *tensors))
@@ -356,6 +365,10 @@ class DecodeRunner:
         Args:
             query_dtype: of the queries to come; None: ``out_dtype``.
             q_mul: whether ``run`` will be given q_mul.
+
+        Raises:
+            ValueError: query_dtype is another.
+            RuntimeError: a kernel is not compiled, and the CuTe DSL not installed.
         """
         for q_len in range(1, self.max_q_len + 1):
             self.ensure_compiled(q_len, query_dtype, q_mul)
@@ -366,12 +379,15 @@ class DecodeRunner:
                     self._quantiser.compile(range(1, self.max_q_len + 1), query_dtype or self.out_dtype, q_mul)
 
     def ensure_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> None:
-        """Compile or load the kernel of one q_len unless the process has it; arguments as ``precompile``."""
+        """Compile or load the kernel of one q_len unless the process has it; arguments and errors as ``precompile``'s,
+        and a q_len below 1 or above max_q_len is refused."""
         if self._cute is not None:
             self._cute.obtain(self._variant(q_len, query_dtype, q_mul))
 
     def is_compiled(self, q_len: int = 1, query_dtype: torch.dtype | None = None, q_mul: bool = False) -> bool:
-        """Whether ``run`` can be captured now; True on the reference backend, which compiles nothing."""
+        """Whether the process has the decode kernel of one q_len, arguments as ``precompile``; True on the reference
+        backend, which compiles nothing. The small kernels that plan on the device and quantise queries are not looked
+        for: ``precompile`` makes them too."""
         if self._cute is None:
             return True
         return self._cute.is_compiled(self._variant(q_len, query_dtype, q_mul))
@@ -387,13 +403,3 @@ class DecodeRunner:
         return self._cute.variant(
             self._check_q_len(q_len), DTYPE_NAMES[dtype], needs_q_split(dtype, q_mul and self._quantiser is None)
         )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """The device, with an index if it is a GPU."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ValueError(f'device={str(device)!r}, but PyTorch sees no CUDA device; device="cpu" runs the reference')
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -32,10 +32,11 @@ class Tuning:
     def __post_init__(self) -> None:
         for name in ("ctas_per_sm", "max_splits", "kv_stages", "sm_count", "fixed_split", "max_step_tokens"):
             if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
+                self._keep(name, check_positive_int(name, getattr(self, name)))
         for name in ("pdl", "kv_evict_first"):
-            check_choice(name, getattr(self, name), (True, False))
-        if check_positive_int("l2_prefetch", self.l2_prefetch, minimum=0) > MAX_L2_PREFETCH:
+            self._keep(name, check_choice(name, getattr(self, name), (True, False)))
+        self._keep("l2_prefetch", check_positive_int("l2_prefetch", self.l2_prefetch, minimum=0))
+        if self.l2_prefetch > MAX_L2_PREFETCH:
             raise ValueError(f"l2_prefetch must be at most {MAX_L2_PREFETCH}, got {self.l2_prefetch}")
         if (self.fixed_split is None) != (self.max_step_tokens is None):
             raise ValueError(
@@ -46,3 +47,7 @@ class Tuning:
             raise ValueError(f"fixed_split must be a multiple of {PLAN_TILE} tokens, got {self.fixed_split}")
         if self.fixed_split is not None and self.max_splits is not None:
             raise ValueError(f"fixed_split and max_splits exclude each other, got max_splits = {self.max_splits}")
+
+    def _keep(self, name: str, checked: int) -> None:
+        """Python's number in place of NumPy's, which would overflow where it is reckoned with."""
+        object.__setattr__(self, name, checked)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mjolnir.checks import check_tensor, remember
+from mjolnir.checks import check_tensor, layout_key, remember
 from mjolnir.formats import get_format
-from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable, layout_of
+from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ def write_kv(
 
     Args:
         key, value: (≥ tokens, h_k, d) or (≥ tokens, h_k · d), bf16, fp16 or fp32, rows of d contiguous, any strides
-            between them (slices of a packed QKV are fine). d is a power of two.
+            between them (slices of a packed QKV are fine). d is a power of two, of an nvfp4 cache 16 or more.
         k_cache, v_cache: (pages, page_size, h_k, row_width) views of the format's dtype, rows contiguous, any strides
-            that are multiples of 4 bytes. ``split_kv_cache`` makes them.
+            that are multiples of 4 bytes, but 0. ``split_kv_cache`` makes them.
         slot_mapping: (tokens,) int32 or int64 on the device: page · page_size + row. A token with a negative slot is
             not written. Two tokens of one slot leave a mix of their bytes. A slot past the last page is not written
             on a GPU; PyTorch raises.
@@ -77,7 +77,7 @@ def write_kv(
             through ``q_mul`` and ``o_mul``.
         kv_format, v_format: names in ``mjolnir.formats``, of K and of V; None: V has K's.
         k_block_scale, v_block_scale: (pages, page_size, h_k, d / 16) e4m3 or uint8 views, written too, of a format
-            that has block scales (nvfp4): in the pages' own rows or in a tensor of their own, any strides.
+            that has block scales (nvfp4): in the pages' own rows or in a tensor of their own, any strides but 0.
 
     Raises:
         ValueError, TypeError: an argument out of its range, named.
@@ -88,12 +88,13 @@ def write_kv(
         Side(value, Cache(v_cache, v_scale, v_block_scale)),
     )
     tokens = len(slot_mapping) if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() else 0
-    asked = (kv_format, v_format, tokens > MANY_ROWS, *(layout_of(s.rows, rows=False) for s in sides),
-             *(layout_of(tensor) for s in sides for tensor in s.cache))  # fmt: skip
+    formats = get_format(kv_format).name, get_format(kv_format if v_format is None else v_format, "v_format").name
+    tensors = (key, value, *sides[0].cache, *sides[1].cache)
+    asked = (*formats, tokens > MANY_ROWS, layout_key(tensors, any_rows=2))
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, kv_format, v_format or kv_format)
+        layout = check_layout(sides, *formats)
     check_tensor("slot_mapping", slot_mapping, dtype=(torch.int32, torch.int64), ndim=1, device=key.device,
                  contiguous_rows=True)  # fmt: skip
     for name, rows in (("key", key), ("value", value)):
@@ -143,7 +144,7 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str) -> Layo
                 f"{name} must have shape (tokens, {num_kv_heads}, {head_size}) or (tokens, "
                 f"{num_kv_heads * head_size}), got {tuple(rows.shape)}"
             )
-        pages.append(Pages.check(name[0], side.cache, fmt, num_kv_heads, head_size, key.device))
+        pages.append(Pages.check(name[0], side.cache, fmt, num_kv_heads, head_size, key.device, written=True))
         strides.append((rows.stride(0), rows.stride(1) if rows.dim() == 3 else head_size))
     k_pages, v_pages = pages
     if (k_pages.num_pages, k_pages.page_size) != (v_pages.num_pages, v_pages.page_size):
@@ -154,6 +155,7 @@ def check_layout(sides: tuple[Side, Side], k_format: str, v_format: str) -> Layo
     return Layout(k_pages, v_pages, strides[0], strides[1])
 
 
+@torch.no_grad()
 def write_in_torch(layout: Layout, key: Side, value: Side, slot_mapping: torch.Tensor) -> None:
     """The fallback: the codec itself, and an indexed assignment. Reads the slots, so it cannot be captured.
 

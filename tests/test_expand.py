@@ -73,6 +73,14 @@ def test_out_pages_say_where() -> None:
     torch.testing.assert_close(given["k_out"][2].float(), want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_cache_may_be_one_page_that_is_many() -> None:
+    given = arguments("fp8", "bf16", 1.0)
+    page = given["k_cache"][:1]
+    mjolnir.expand_pages(**given | {"k_cache": page.expand(5, -1, -1, -1)})
+    torch.testing.assert_close(given["k_out"][[0, 2]].float(), page.float().expand(2, -1, -1, -1), rtol=0, atol=0,
+                               equal_nan=True)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -84,6 +92,25 @@ def test_out_pages_say_where() -> None:
         ({"pages": torch.tensor([0.5])}, TypeError, "pages must have dtype"),
         ({"k_out": torch.zeros(3, 8, 3, 64).bfloat16()}, ValueError, "k_out must have pages of 16 tokens|v_out must"),
         ({"v_out": torch.zeros(3, 16, 3, 32).bfloat16()}, ValueError, "v_out must have shape"),
+        (
+            {"k_out": torch.zeros(1, 16, 3, 64).bfloat16().expand(3, -1, -1, -1)},
+            ValueError,
+            "k_out is written and must h",
+        ),
+        (
+            {"v_out": torch.zeros(3, 1, 3, 64).bfloat16().expand(-1, 16, -1, -1)},
+            ValueError,
+            "v_out is written and must h",
+        ),
+        ({"v_format": ""}, ValueError, "v_format must be one of .*, got ''"),
+        ({"kv_format": ["fp8"]}, ValueError, r"kv_format must be one of .*, got \['fp8'\]"),
+        ({"out_format": ["bf16"]}, ValueError, r"out_format must be one of .*, got \['bf16'\]"),
+        ({"v_scale": torch.ones(1).to_sparse()}, TypeError, "v_scale must be a dense tensor"),
+        (
+            {"k_out": torch.zeros(3, 16, 3, 8).bfloat16(), "kv_format": "nvfp4"},
+            ValueError,
+            "multiple of 16 elements, got 8",
+        ),
         ({"k_out": torch.zeros(3, 16, 3, 64)}, TypeError, "k_out must have dtype"),
         ({"v_cache": torch.zeros(4, 16, 3, 64, dtype=torch.uint8)}, ValueError, "v_cache must have as many pages"),
     ],

@@ -147,6 +147,10 @@ def test_unknown_layouts_and_what_is_no_tensor_are_refused() -> None:
         split_kv_cache(torch.zeros(5, 2, 16, 3, HEAD_SIZE), "NHD", HEAD_SIZE)
     with pytest.raises(ValueError, match="layout must be one of .* got 'NHD'"):
         detect_kv_layout((5, 2, 16, 3, HEAD_SIZE), 3, 16, HEAD_SIZE, override="NHD")
+    with pytest.raises(TypeError, match=r"shape must be a sequence of integers, got None \(NoneType\)"):
+        detect_kv_layout(None, 3, 16, HEAD_SIZE)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cache must be a dense tensor, got one of layout torch.sparse_coo"):
+        split_kv_cache(torch.zeros(5, 2, 16, 3, HEAD_SIZE).to_sparse(), KVLayout.B2NHD, HEAD_SIZE)
     with pytest.raises(TypeError, match="cache must be a torch.Tensor, got NoneType"):
         split_kv_cache(None, KVLayout.B2NHD, HEAD_SIZE)  # type: ignore[arg-type]
 

@@ -196,7 +196,7 @@ def test_block_scales_are_checked() -> None:
     blocks = cache.k_blocks
     assert blocks is not None
     pages = len(blocks)
-    with pytest.raises(ValueError, match=rf"k_block_scale must be given for a nvfp4 cache: e4m3 \({pages}, 64, 2, 8\)"):
+    with pytest.raises(ValueError, match="k_block_scale must be given: a nvfp4 cache has 8 block scales per row"):
         with_blocks(problem, k_blocks=None)
     with pytest.raises(ValueError, match="v_block_scale must have shape"):
         with_blocks(dataclasses.replace(problem, cache=cache), v_blocks=blocks[..., :4])

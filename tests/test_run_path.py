@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_read_in_place_are_packed_every_time(noted: Noted) -
     for _ in range(2):
         packed = noted.run(query=odd)
         assert packed["q"] not in (odd.data_ptr(), aligned.data_ptr()) and packed["q"] % 16 == 0
-        out = torch.zeros(SEQS, HEADS, D + 1, dtype=torch.bfloat16)[..., :D]
+        out = torch.zeros(SEQS, HEADS, D + 1, dtype=torch.bfloat16)[..., :D].requires_grad_()
         assert noted.run(out=out)["out"] != out.data_ptr()
 
 
@@ -194,6 +194,8 @@ def test_what_is_no_tensor_is_named(noted: Noted) -> None:
     for name in ("query", "k_cache", "v_scale"):
         with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
             noted.runner.run(**{**noted.arguments, name: []})
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got one of layout torch.sparse_coo"):
+            noted.runner.run(**{**noted.arguments, name: torch.zeros(3, 4).to_sparse()})
         noted.run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from mjolnir import DecodeRunner
+from mjolnir.tuning import Tuning
 
 SEQS, HEADS, KV_HEADS, D, PAGE, Q_LEN = 3, 8, 2, 64, 16, 2
 TOKENS = SEQS * Q_LEN
@@ -60,6 +62,9 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
     runner.run(**run_arguments(runner))
 
 
+NO_DEVICES = ("bogus", None, 1.5, "meta", "mps", -1)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -81,6 +86,19 @@ def test_the_arguments_below_are_fine_unless_changed(runner: DecodeRunner) -> No
             "kv_format must be one of fp8, fp8_e5m2, e2m3, nvfp4, bf16, fp16, got 'fp7'",
         ),
         ({"v_format": "fp7"}, ValueError, "v_format must be one of fp8, fp8_e5m2, e2m3, nvfp4, bf16, fp16, got 'fp7'"),
+        ({"kv_format": ["fp8"]}, ValueError, r"kv_format must be one of .*, got \['fp8'\]"),
+        ({"v_format": ""}, ValueError, "v_format must be one of .*, got ''"),
+        (
+            {"head_size": np.array([64, 128])},
+            ValueError,
+            r"head_size must be one of 64, 128, 256, got array\(\[ 64, 128",
+        ),
+        (
+            {"kv_layout": torch.zeros(2)},
+            ValueError,
+            r"kv_layout must be one of None, 'NHD', 'HND', got tensor\(\[0., 0",
+        ),
+        *(({"device": d}, ValueError, rf'device must be a CUDA device or "cpu", got {d!r}') for d in NO_DEVICES),
         ({"kv_layout": "BHND"}, ValueError, "kv_layout must be one of None, 'NHD', 'HND', got 'BHND'"),
         ({"ctas_per_sm": 0}, ValueError, "ctas_per_sm must be at least 1, got 0"),
         ({"max_splits": 0}, ValueError, "max_splits must be at least 1, got 0"),
@@ -111,7 +129,21 @@ def test_runner_refuses_cuda_without_a_device() -> None:
         DecodeRunner(**{**RUNNER, "device": "cuda"})
 
 
+def test_runner_refuses_a_device_past_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device='cuda:2', but PyTorch sees 2 CUDA devices"):
+        DecodeRunner(**{**RUNNER, "device": "cuda:2"})
+
+
+def test_the_cpu_has_one_name() -> None:
+    runner = DecodeRunner(**{**RUNNER, "device": "cpu:0"})
+    assert runner.device == torch.device("cpu")
+    runner.run(**run_arguments(runner))
+
+
 META = torch.device("meta")
+SPARSE = torch.zeros(3, 2).to_sparse()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +178,17 @@ META = torch.device("meta")
         ({"seq_lens": torch.zeros(2).int()}, ValueError, "seq_lens must have at least num_seqs = 3 rows, got 2"),
         ({"seq_lens": torch.zeros(3, device=META).int()}, ValueError, "seq_lens must be on cpu, got meta"),
         ({"seq_lens_host": [1, 2]}, ValueError, "seq_lens_host must have at least num_seqs = 3 rows, got 2"),
-        ({"seq_lens_host": [1, -2, 3]}, ValueError, "seq_lens_host must not be negative, got -2"),
+        ({"seq_lens_host": [1, -2, 3]}, ValueError, "seq_lens_host must be from 0 to 2147483647, got -2"),
+        ({"seq_lens_host": [1, 2, 2**31]}, ValueError, "seq_lens_host must be from 0 to 2147483647, got 2147483648"),
+        (
+            {"seq_lens_host": np.array([1, 2**64 - 5, 3], np.uint64)},
+            ValueError,
+            "seq_lens_host must be from 0 to 2147483647, got 18446744073709551611",
+        ),
+        ({"seq_lens_host": SPARSE}, TypeError, "seq_lens_host must be a sequence of ints, got tensor"),
+        ({"block_table": SPARSE}, TypeError, "block_table must be a dense tensor, got one of layout torch.sparse_coo"),
+        ({"causal": "yes"}, ValueError, "causal must be one of True, False, got 'yes'"),
+        ({"causal": np.zeros(2, bool)}, ValueError, "causal must be one of True, False, got array"),
         ({"seq_lens_host": [1.5, 2, 3]}, TypeError, "seq_lens_host must be a sequence of ints, got .* float64"),
         ({"seq_lens_host": [[1, 2], [3]]}, TypeError, r"sequence of ints, got \[\[1, 2\], \[3\]\]"),
         ({"seq_lens_host": np.zeros((3, 1), int)}, TypeError, "seq_lens_host must be a sequence of ints, got 2 dim"),
@@ -184,10 +226,25 @@ ROWS = (TOKENS, HEADS, D)
             r"query .* num_seqs \* q_len = 6 rows, got 5",
         ),
         ("query", torch.zeros(ROWS, device=META).half(), ValueError, "query must be on cpu, got meta"),
+        ("query", torch.zeros(ROWS).to_sparse(), TypeError, "query must be a dense tensor, got one of layout torch.sp"),
         ("query", None, TypeError, "query must be a torch.Tensor, got NoneType"),
         ("out", torch.zeros(ROWS).half(), TypeError, "out must have dtype torch.bfloat16, got torch.float16"),
         ("out", torch.zeros(TOKENS, HEADS, 65).bfloat16(), ValueError, r"out must have shape .* got \(6, 8, 65\)"),
         ("out", torch.zeros(4, HEADS * D).bfloat16(), ValueError, r"out must have at least .* = 6 rows, got 4"),
+        (
+            "out",
+            torch.zeros(1, HEADS, D).bfloat16().expand(ROWS),
+            ValueError,
+            r"out is written .* strides \(0, 64, 1\)",
+        ),
+        ("out", torch.zeros(TOKENS, 1, D).bfloat16().expand(ROWS), ValueError, "out is written .* no stride of 0, got"),
+        (
+            "out",
+            torch.zeros(TOKENS, 1).bfloat16().expand(-1, HEADS * D),
+            ValueError,
+            "out is written .* no stride of 0",
+        ),
+        ("lse", torch.zeros(HEADS).expand(TOKENS, HEADS), ValueError, r"lse is written .* \(0, 1\) of shape \(6, 8\)"),
         (
             "k_cache",
             torch.zeros(CACHE).half(),
@@ -264,6 +321,59 @@ def test_a_promise_about_one_head_is_always_kept() -> None:
             (6, PAGE, 1, D), (3 * D * PAGE, 3 * D, 5, 1)
         )
     runner.run(**arguments)
+
+
+def test_a_query_may_be_one_row_for_all_tokens(runner: DecodeRunner) -> None:
+    arguments = run_arguments(runner)
+    arguments["k_cache"].view(torch.uint8)[:] = 0x38  # 1.0
+    arguments["v_cache"].view(torch.uint8)[:] = 0x40  # 2.0
+    row = torch.randn(1, HEADS, D).bfloat16()
+    runner.run(**{**arguments, "query": row.expand(ROWS)})
+    assert arguments["out"][:Q_LEN].eq(2).all()
+
+
+def test_a_tensor_on_another_device_is_not_taken_for_one_known(runner: DecodeRunner) -> None:
+    arguments = run_arguments(runner)
+    runner.run(**arguments)
+    with pytest.raises(ValueError, match="query must be on cpu, got meta"):
+        runner.run(**{**arguments, "query": arguments["query"].to(META)})
+
+
+def test_numpy_s_numbers_become_python_s() -> None:
+    """Where they are added up NumPy's would wrap."""
+    small = {"fixed_split": np.uint8(64), "max_step_tokens": np.uint8(200), "sm_count": np.int8(100)}
+    tuning = Tuning(**small, l2_prefetch=np.uint8(3), pdl=np.True_)
+    assert dataclasses.astuple(tuning) == (None, None, None, True, 3, True, 100, 64, 200)
+    assert {type(value) for value in dataclasses.astuple(tuning)} == {int, bool, type(None)}
+    runner = DecodeRunner(**{**RUNNER, **small})
+    runner.plan(**plan_arguments(), margin=np.uint8(57))  # 198 tokens
+    with pytest.raises(ValueError, match="at most max_step_tokens = 200 tokens in all, margins included, got 327"):
+        runner.plan(**plan_arguments(), margin=np.uint8(100))  # 3 · 100 is 44 in 8 bits
+    plan = runner.plan(**plan_arguments(), causal=np.False_)
+    assert plan.causal is False
+
+
+@pytest.mark.parametrize("q_mode", ["bf16", "fp8"])
+def test_tensors_that_require_gradients_give_the_same(q_mode: str) -> None:
+    runner = DecodeRunner(**{**RUNNER, "q_mode": q_mode})
+    arguments = run_arguments(runner)
+    arguments["query"].normal_()
+    runner.run(**arguments)
+    want = arguments["out"].clone()
+    for name in ("query", "out", "q_mul", "o_mul", "k_scale", "lse"):
+        arguments[name].requires_grad_()
+    for _ in range(2):
+        runner.run(**arguments)
+        assert torch.equal(arguments["out"], want) and arguments["out"].grad_fn is None
+
+
+def test_a_runner_made_in_inference_mode_runs_outside() -> None:
+    with torch.inference_mode():
+        runner = DecodeRunner(**{**RUNNER, "q_mode": "fp8"})
+        runner.run(**run_arguments(runner))
+        runner.run(**run_arguments(runner) | {"query": torch.zeros(ROWS).half()})
+    runner.run(**run_arguments(runner))
+    runner.run(**run_arguments(runner) | {"query": torch.zeros(ROWS).half()})
 
 
 def test_run_refuses_the_plan_of_another_runner(runner: DecodeRunner) -> None:

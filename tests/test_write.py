@@ -120,6 +120,25 @@ def small(kv_format: str = "fp8") -> tuple[Pool, torch.Tensor, torch.Tensor]:
         ({"slot_mapping": torch.tensor([80])}, ValueError, "slot 80, but 5 pages of 16 tokens have 80"),
         ({"kv_format": "fp7"}, ValueError, "kv_format must be one of .*'fp7'"),
         ({"k_block_scale": torch.ones(1)}, ValueError, "k_block_scale must be None: a fp8 cache has no block scales"),
+        ({"v_format": ""}, ValueError, "v_format must be one of .*, got ''"),
+        ({"kv_format": ["fp8"]}, ValueError, r"kv_format must be one of .*, got \['fp8'\]"),
+        (
+            {"k_cache": torch.zeros(1, 16, 3, 64).byte().expand(5, -1, -1, -1)},
+            ValueError,
+            "k_cache is written .* stride",
+        ),
+        (
+            {"v_cache": torch.zeros(5, 16, 1, 64).byte().expand(-1, -1, 3, -1)},
+            ValueError,
+            r"v_cache .*\(1024, 64, 0, 1",
+        ),
+        (
+            {"key": torch.zeros(4, 3, 64).to_sparse()},
+            TypeError,
+            "key must be a dense tensor, got one of layout torch.sp",
+        ),
+        ({"k_scale": torch.ones(1).to_sparse()}, TypeError, "k_scale must be a dense tensor"),
+        ({"slot_mapping": torch.tensor([1, 2]).to_sparse()}, TypeError, "slot_mapping must be a dense tensor"),
         ({"slot_mapping": [1, 2]}, TypeError, "slot_mapping must be a"),
         ({"key": None}, TypeError, "key must be a"),
     ],
@@ -134,8 +153,22 @@ def test_block_scales_must_be_there_and_fit() -> None:
     pool, x, slots = small("nvfp4")
     with pytest.raises(ValueError, match="v_block_scale must be given: a nvfp4 cache has 4 block scales per row of 64"):
         write(pool, x, x, slots, "nvfp4", "nvfp4", changes={"v_block_scale": None})
+    one_row = {"v_block_scale": torch.zeros(5, 16, 1, 4).byte().expand(-1, -1, 3, -1)}
+    with pytest.raises(ValueError, match="v_block_scale is written and must have no stride of 0"):
+        write(pool, x, x, slots, "nvfp4", "nvfp4", changes=one_row)
+    with pytest.raises(ValueError, match="k_cache: rows of a nvfp4 cache have a multiple of 16 elements, got 8"):
+        write(pool, x[..., :8], x[..., :8], slots, "nvfp4", "nvfp4")
     with pytest.raises(ValueError, match="k_block_scale must have shape"):
         write(pool, x, x, slots, "nvfp4", "nvfp4", changes={"k_block_scale": torch.zeros(5, 16, 3, 3).byte()})
+
+
+def test_what_is_read_may_have_strides_of_0_and_require_gradients() -> None:
+    pool, x, slots = small("bf16")
+    x.requires_grad_()
+    scale = torch.tensor([2.0]).expand(3)
+    write(pool, x[:1].expand(4, -1, -1), x, slots, "bf16", "bf16", changes={"k_scale": scale})
+    assert torch.equal(pool.k.codes[0, 5], x[0] / 2) and torch.equal(pool.k.codes[4, 15], x[0] / 2)
+    assert torch.equal(pool.v.codes[4, 15], x[2])
 
 
 def test_nan_and_inf() -> None:

@@ -22,6 +22,7 @@ def get_format(name: str, argument: str = "kv_format") -> KvFormat:
     Raises:
         ValueError: an unknown name.
     """
-    if name not in FORMATS:
-        raise ValueError(f"{argument} must be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS[name]
+    try:
+        return FORMATS[name]
+    except (KeyError, TypeError):  # a list has no hash
+        raise ValueError(f"{argument} must be one of {', '.join(FORMATS)}, got {name!r}") from None
