@@ -218,7 +218,8 @@ class DecodeRunner:
         num_seqs = check_positive_int("num_seqs", num_seqs, minimum=0)
         q_len = self._check_q_len(q_len)
         margin = check_positive_int("margin", margin, minimum=0)
-        causal = check_choice("causal", causal, (True, False))
+        if not isinstance(causal, bool):  # the check takes longer than to see that there is none to make
+            causal = check_choice("causal", causal, (True, False))
         if num_seqs > self.max_num_seqs:
             raise ValueError(f"num_seqs must be at most max_num_seqs = {self.max_num_seqs}, got {num_seqs}")
         if num_seqs > self._table_rows or not self._same_table(block_table, seq_lens):

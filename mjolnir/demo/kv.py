@@ -53,7 +53,7 @@ class PagedKVCache:
         scales: KvScales | None = None,
         seed: int = 0,
     ) -> None:
-        self.formats = get_format(kv_format), get_format(v_format or kv_format, "v_format")
+        self.formats = get_format(kv_format), get_format(kv_format if v_format is None else v_format, "v_format")
         self.page_size = check_positive_int("page_size", page_size)
         self.max_tokens = check_positive_int("max_tokens", max_tokens)
         max_pages = -(-max_tokens // page_size)
