@@ -28,7 +28,7 @@ class Knob:
 
 KERNEL_CACHE = Knob(
     "MJOLNIR_KERNEL_CACHE",
-    "folder of compiled kernels: unset = the user's cache folder, a path, or 0 = off (compile in every process)",
+    "folder of compiled kernels: unset = the user's cache folder, a path, or 0 or off (compile in every process)",
 )
 
 COMMIT = Knob(
@@ -55,7 +55,7 @@ def kernel_cache_folder() -> Path | None:
     A relative path counts from the current directory, and ``~`` is the home directory. Nothing is created here.
     """
     value = KERNEL_CACHE.read()
-    if value == "0":
+    if value is not None and value.lower() in ("0", "off"):
         return None
     if value is None:
         return Path(platformdirs.user_cache_dir("mjolnir", appauthor=False)) / "kernels"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mjolnir import doctor, env
-from mjolnir.compiler.key import own_source_digest
+from mjolnir.compiler.key import OWN_SOURCE
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -37,7 +37,7 @@ def header(device: torch.device | str | None = None) -> dict[str, Any]:
     return {
         "commit": _git("rev-parse", "HEAD") or env.COMMIT.read(),
         "dirty": None if changes is None else bool(changes),
-        "source": own_source_digest(),
+        "source": OWN_SOURCE,
         "device": name,
         "driver": report["device"]["driver"],
         "versions": report["versions"],

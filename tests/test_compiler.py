@@ -146,6 +146,15 @@ def test_no_c_compiler_is_said(tmp_path, monkeypatch):
 
 
 @needs_cc
+def test_a_c_compiler_that_is_no_command_is_passed_over(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    found = build.find_c_compiler()
+    for command in ("gcc '-O2", "no-such-compiler -O2", " "):
+        monkeypatch.setenv("CC", command)
+        assert build.find_c_compiler() == found
+
+
+@needs_cc
 def test_linker_errors_are_quoted(tmp_path):
     with pytest.raises(BuildError, match="cannot link a kernel library"):
         build.link_library(b"no object", tmp_path / "k.so")
@@ -186,7 +195,7 @@ def test_compile_to_folder(tmp_path):
     # Another machine: the folder was copied, and there is no DSL.
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    disk = DiskCache(copy, source=key.own_source_digest(), toolchain=None)
+    disk = DiskCache(copy, source=key.OWN_SOURCE, toolchain=None)
     cache = KernelCache(builder=c_builder, disk=disk)
     assert cache.get(results[0].variant)() == 8 and cache.get(results[2].variant)() == 16
     assert cache.stats == CacheStats(disk_hits=2)
@@ -201,7 +210,16 @@ def test_compile_to_folder_refuses_what_would_be_refused(tmp_path):
         compile_to_folder([VARIANT], tmp_path, builder=c_builder)
     with pytest.raises(ValueError, match="jobs = 0"):
         compile_to_folder([VARIANT], tmp_path / "kernels", jobs=0)
+    tmp_path.chmod(0o700)
     assert compile_to_folder([], tmp_path / "kernels") == []
+
+
+def test_compile_to_folder_says_once_that_there_is_no_dsl(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "dsl_toolchain", lambda: None)
+    tried = []
+    with pytest.raises(ModuleNotFoundError, match="the CuTe DSL is not installed"):
+        compile_to_folder([VARIANT, OTHER], tmp_path / "kernels", progress=lambda *step: tried.append(step))
+    assert tried == [] and not (tmp_path / "kernels").exists()
 
 
 # The DSL itself: compiled once, in a process of its own

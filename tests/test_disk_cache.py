@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
@@ -47,8 +49,11 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kernels"
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "kernels"
+    if os.geteuid() == 0:  # as pytest made it, and can remove it
+        os.chown(tmp_path, 0, 0)
+    tmp_path.chmod(0o700)
 
 
 @pytest.fixture
@@ -163,6 +168,33 @@ def test_dsl_settings_that_change_code_are_part_of_the_toolchain(monkeypatch):
     assert key.dsl_toolchain() == plain | {"CUTE_DSL_ENABLE_ASSERTIONS": "1"}
 
 
+def test_the_digest_is_of_the_source_that_the_process_imported(tmp_path):
+    shutil.copytree(key.PACKAGE, tmp_path / "mjolnir", ignore=shutil.ignore_patterns("__pycache__"))
+    script = """
+from pathlib import Path
+import mjolnir.compiler.build as build
+from mjolnir.compiler import KernelCache, key
+before = key.source_digest()
+assert not key.source_changed()
+(key.PACKAGE / "kernels" / "new.py").write_text("x = 1")
+assert KernelCache(None).describe().source == before != key.source_digest()
+try:
+    build.Build(None, None, b"").write_library(Path("kernel.so"))
+except build.BuildError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.stdout == "the source of mjolnir has changed since this process imported it\n", run.stderr
+
+
+def test_the_lock_of_an_editor_is_no_source(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    digest = key.source_digest(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("someone@host:1")
+    assert key.source_digest(tmp_path) == digest
+
+
 @pytest.mark.parametrize("changed", [{"source": "t" * 64}, {"toolchain": {"nvidia-cutlass-dsl": "4.9"}}])
 def test_another_version_compiles_beside_the_first(folder, changed, warnings):
     path = filled(folder)
@@ -201,10 +233,10 @@ def of_another_source(path: Path) -> None:
     path.write_bytes(entry.pack(b"\x7fELFold", VARIANT, "old source", TOOLCHAIN, "static"))
 
 
-def of_another_format(path: Path) -> None:
-    """Whole, but written by a version with another SCHEMA."""
+def of_another_format(path: Path, **changes: object) -> None:
+    """Whole, but written by a version with another SCHEMA, or with other fields."""
     content = entry.pack(b"\x7fELF", VARIANT, SOURCE, TOOLCHAIN, "static")
-    footer = json.loads(content[4 : content.rindex(b"}") + 1]) | {"schema": key.SCHEMA + 1}
+    footer = json.loads(content[4 : content.rindex(b"}") + 1]) | (changes or {"schema": key.SCHEMA + 1})
     text = json.dumps(footer).encode()
     hashed = b"\x7fELF" + text + len(text).to_bytes(8, "little")
     path.write_bytes(hashed + hashlib.sha256(hashed).digest() + entry.MAGIC)
@@ -227,6 +259,8 @@ SPOILERS: dict[str, Callable[[Path], object]] = {
     "another variant's": of_another_variant,
     "another source's": of_another_source,
     "another format's": of_another_format,
+    "of no mapping": lambda path: of_another_format(path, toolchain=5),
+    "with a field too many": lambda path: of_another_format(path, colour="blue"),
 }
 
 
@@ -285,7 +319,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "world-writable": (lambda folder: folder.chmod(0o777), "0777"),
     "world-writable, sticky": (lambda folder: folder.chmod(0o1777), "1777"),
     "group-writable": (lambda folder: folder.chmod(0o770), "0770"),
-    "in a world-writable parent": (lambda folder: folder.parent.chmod(0o777), "parent"),
+    "in a world-writable parent": (lambda folder: folder.parent.chmod(0o777), "0777"),
+    "in a group-writable parent": (lambda folder: folder.parent.chmod(0o770), "0770"),
+    "in a parent of another user": (lambda folder: os.chown(folder.parent, NOBODY, NOBODY), f"uid {NOBODY}"),
+    "in another user's sticky parent": (
+        lambda folder: (os.chown(folder.parent, NOBODY, NOBODY), folder.parent.chmod(0o1777)),
+        f"uid {NOBODY}",
+    ),
     "of another user": (lambda folder: os.chown(folder, NOBODY, NOBODY), f"uid {NOBODY}"),
 }
 
@@ -303,14 +343,24 @@ def test_folder_that_others_can_write_to_is_refused(folder, kind, warnings):
     assert entries(folder) == [path] and (path.read_bytes(), path.stat().st_mtime_ns) == before
     report = cache.describe()
     assert report.state == "refused" and report.reason is not None and REFUSED[kind][1] in report.reason
-    folder.parent.chmod(0o700)
+    assert ("its parent" in report.reason) == ("parent" in kind)
 
 
-def test_sticky_parent_is_fine(folder):
-    folder.parent.chmod(0o1777)  # like /tmp: others cannot rename what is ours
+@pytest.mark.parametrize("mode", [0o1777, 0o1770, 0o755])
+def test_sticky_parent_is_fine(folder, mode):
+    folder.parent.chmod(mode)  # like /tmp: others cannot rename what is ours
     cache = fresh(folder)
     assert cache.get(VARIANT)() == DISK_VALUE and cache.stats.cache_failures == 0
-    folder.parent.chmod(0o700)
+
+
+def test_parents_that_it_makes_are_not_refused_later(folder):
+    old = os.umask(0o002)
+    try:
+        fresh(folder / "a" / "b").get(VARIANT)
+    finally:
+        os.umask(old)
+    assert fresh(folder / "a" / "b").get(VARIANT)() == DISK_VALUE
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "a" / "b")] == [0o755, 0o700]
 
 
 @pytest.mark.parametrize(
@@ -377,10 +427,14 @@ def test_write_that_stops_halfway_leaves_the_old_entry(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("where", ["a file", "under a file", "where no folder can be made"])
+@pytest.mark.parametrize("where", ["a file", "under a file", "in a circle of links", "where no folder can be made"])
 def test_no_folder(tmp_path, where, warnings):
     (tmp_path / "file").write_text("")
-    folder = {"a file": tmp_path / "file", "under a file": tmp_path / "file" / "kernels"}.get(where)
+    (tmp_path / "link").symlink_to("link")
+    folder = {
+        "a file": tmp_path / "file", "under a file": tmp_path / "file" / "kernels",
+        "in a circle of links": tmp_path / "link" / "kernels",
+    }.get(where)  # fmt: skip
     folder = folder or Path("/proc/mjolnir")
     cache = fresh(folder)
     assert cache.get(VARIANT)() == JIT_VALUE and cache.get(OTHER)() == f"jit:{OTHER.name}"
@@ -391,7 +445,13 @@ def test_no_folder(tmp_path, where, warnings):
 
 
 @pytest.mark.parametrize(
-    "error", [filelock.Timeout("kernel.lock"), NotImplementedError("no flock here"), PermissionError("not yours")]
+    "error",
+    [
+        filelock.Timeout("kernel.lock"),
+        NotImplementedError("no flock here"),
+        PermissionError("not yours"),
+        RuntimeError("odd"),
+    ],
 )
 def test_no_lock(folder, monkeypatch, error, warnings):
     class BadLock(contextlib.AbstractContextManager):
@@ -428,6 +488,17 @@ def test_no_linker_is_said_once(folder, warnings):
     assert cache.stats == CacheStats(compiles=2, cache_failures=2)
     (message,) = warnings()
     assert "no C compiler" in message and "this process only" in message
+
+
+def test_whatever_goes_wrong_in_a_write_costs_a_warning(folder, warnings):
+    class Odd(FakeBuild):
+        def write_library(self, path: Path) -> str:
+            raise ValueError("no closing quotation")
+
+    cache = fresh(folder, Odd)
+    assert cache.get(VARIANT)() == JIT_VALUE and cache.stats == CacheStats(compiles=1, cache_failures=1)
+    (message,) = warnings()
+    assert "no closing quotation" in message
 
 
 # Without the DSL
@@ -472,10 +543,11 @@ def test_without_the_dsl_the_newest_sound_entry_of_this_source_is_taken(folder):
 def test_without_the_dsl_another_source_is_never_loaded_nor_touched(folder, warnings):
     path = filled(folder)
     of_another_format(path.with_name(f"{VARIANT.name}-{'0' * 32}.so"))
+    of_another_format(path.with_name(f"{VARIANT.name}-{'1' * 32}.so"), toolchain=5)
     cache = fresh(folder, no_dsl, toolchain=None, source="t" * 64)
-    with pytest.raises(KernelUnavailable, match="2 built from another version of this package"):
+    with pytest.raises(KernelUnavailable, match="3 built from another version of this package"):
         cache.get(VARIANT)
-    assert len(entries(folder)) == 2 and cache.stats.rejected == 0 and warnings() == []
+    assert len(entries(folder)) == 3 and cache.stats.rejected == 0 and warnings() == []
 
 
 def test_unavailable_says_when_the_folder_is_refused_or_off(folder, warnings):
@@ -618,6 +690,9 @@ def test_describe(folder):
     [
         ("0", None),
         (" 0 ", None),
+        ("off", None),
+        ("OFF", None),
+        ("./off", Path.cwd() / "off"),
         ("/x/kernels", Path("/x/kernels")),
         ("~/kernels", Path("/home/me/kernels")),
         ("kernels", Path.cwd() / "kernels"),

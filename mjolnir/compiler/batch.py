@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mjolnir.compiler.build import compile_kernel
+from mjolnir.compiler.build import compile_kernel, dsl_missing_reason
 from mjolnir.compiler.cache import Builder
 from mjolnir.compiler.disk import DiskCache
 from mjolnir.variant import Variant
@@ -59,6 +59,7 @@ def compile_to_folder(
     Raises:
         ValueError: ``jobs`` is not positive.
         PermissionError: the folder could be written by other users (its kernels would be refused).
+        ModuleNotFoundError: the CuTe DSL is not installed.
     """
     if jobs < 1:
         raise ValueError(f"jobs = {jobs}: expected at least 1")
@@ -67,6 +68,9 @@ def compile_to_folder(
     reason = DiskCache.open(folder).refusal()
     if reason is not None:
         raise PermissionError(f"folder = {folder}: {reason}")
+    missing = dsl_missing_reason()
+    if wanted and missing is not None:
+        raise ModuleNotFoundError(missing)
     results: dict[Variant, CompileResult] = {}
     # A fresh interpreter for each: the DSL is not thread-safe, and its state must not reach this process.
     context = multiprocessing.get_context("spawn")

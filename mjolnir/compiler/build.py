@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mjolnir.compiler.cubin import arch_sm, cubin_sm, extract_cubins
-from mjolnir.compiler.key import dsl_toolchain
+from mjolnir.compiler.key import dsl_toolchain, source_changed
 from mjolnir.variant import Variant
 
 Kernel = Callable[..., Any]
@@ -89,7 +89,13 @@ class Build:
         return cubins[0]
 
     def write_library(self, path: Path) -> str:
-        """Link to ``path`` (ending in .so). Returns STATIC or DYNAMIC; raises BuildError as link_library does."""
+        """Link to ``path`` (ending in .so). Returns STATIC or DYNAMIC.
+
+        Raises:
+            BuildError: as link_library; or nobody can say which source this was compiled from.
+        """
+        if source_changed():
+            raise BuildError("the source of mjolnir has changed since this process imported it")
         return link_library(self.object_code, path)
 
 
@@ -186,7 +192,10 @@ def link_library(object_code: bytes, path: Path) -> str:
 def find_c_compiler() -> list[str] | None:
     """The command of the C compiler: $CC, else cc, gcc or clang; None where there is none."""
     for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError:  # a quote that is not closed
+            continue
         if words and shutil.which(words[0]):
             return words
     return None

@@ -110,7 +110,7 @@ class KernelCache:
 
     def describe(self) -> CacheReport:
         """The state of the folder and what its keys are made of. Loads and creates nothing."""
-        source, toolchain = key.own_source_digest(), key.dsl_toolchain()
+        source, toolchain = key.OWN_SOURCE, key.dsl_toolchain()
         if self._disk is None:
             return CacheReport(None, "off", None, 0, 0, 0, source, toolchain)
         folder = self._disk.folder

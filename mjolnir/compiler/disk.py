@@ -1,7 +1,7 @@
 """The folder of compiled kernels, shared by processes: look up, lock, write, set aside.
 
-Loading an entry runs its code, so a folder or entry that others can write to is refused. A failure here never stops a
-caller that can compile: `usable`, `load`, `lock` and `store` warn, once for each kind of trouble, and say so.
+Loading an entry runs its code, so a folder, parent or entry that others can write to is refused. A failure here never
+stops a caller that can compile: `usable`, `load`, `lock` and `store` warn, once for each kind of trouble, and say so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DiskCache:
 
     Args:
         folder: created with mode 0700 when something is first written or locked.
-        source: key.source_digest() of the package.
+        source: key.OWN_SOURCE; another in tests.
         toolchain: key.dsl_toolchain(), None where the DSL is not installed.
         loader: opens a library; replaced in tests.
     """
@@ -61,7 +61,7 @@ class DiskCache:
         toolchain: Mapping[str, str] | None,
         loader: Loader = load_library,
     ) -> None:
-        self.folder = folder.resolve()
+        self.folder = Path(os.path.realpath(folder))  # Path.resolve() raises where links go in a circle
         self.source = source
         self.toolchain = toolchain
         self.stats = DiskStats()
@@ -71,7 +71,7 @@ class DiskCache:
     @classmethod
     def open(cls, folder: Path) -> DiskCache:
         """The folder as this package and this machine's DSL see it. Nothing is created or read yet."""
-        return cls(folder, source=key.own_source_digest(), toolchain=key.dsl_toolchain())
+        return cls(folder, source=key.OWN_SOURCE, toolchain=key.dsl_toolchain())
 
     def usable(self) -> bool:
         """Whether code from the folder may be loaded; to be asked before each use, since permissions change."""
@@ -118,7 +118,7 @@ class DiskCache:
                 held.enter_context(filelock.FileLock(path, timeout=LOCK_TIMEOUT_S, mode=0o600))
             except filelock.Timeout:
                 self._fail("lock", f"another process held {path} for {LOCK_TIMEOUT_S:.0f} s; not waiting any longer")
-            except (OSError, NotImplementedError) as error:
+            except Exception as error:
                 self._fail("write", f"cannot write to the kernel cache {self.folder}: {error}")
             yield
 
@@ -128,7 +128,7 @@ class DiskCache:
             self.put(variant, write_library)
         except BuildError as error:
             self._fail("link", f"compiled kernels serve this process only: {error}")
-        except OSError as error:
+        except Exception as error:
             self._fail("write", f"cannot write to the kernel cache {self.folder}: {error}")
         else:
             return True
@@ -157,9 +157,9 @@ class DiskCache:
         try:
             for parent in self.folder.parents:
                 if parent.exists():
-                    mode = parent.stat().st_mode
-                    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # they could put another folder in its place
-                        return f"any user can write to its parent {parent} (mode {stat.S_IMODE(mode):04o})"
+                    reason = entry.writable_by_others(parent.stat(), is_parent=True)
+                    if reason is not None:  # they could put another folder in its place
+                        return f"its parent {parent}: {reason}"
             info = self.folder.stat()
         except FileNotFoundError:
             return None
@@ -177,7 +177,7 @@ class DiskCache:
                 count += entry.read(path, variant).source != self.source
             except ForeignEntry:
                 count += 1
-            except (CorruptEntry, UntrustedPath, OSError):
+            except Exception:  # counts for nothing, whatever is the matter with it
                 continue
         return count
 
@@ -195,7 +195,8 @@ class DiskCache:
         return [path for _, path in sorted(ages, reverse=True)]
 
     def _create_folder(self) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(self.folder.parents):
+            parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: one that others can write to is refused
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def _set_aside(self, path: Path, error: CorruptEntry) -> None:

@@ -87,6 +87,8 @@ def unpack(content: bytes) -> Footer:
     (length,) = _LENGTH.unpack(content[footer_end:hash_start])
     try:
         footer = Footer(**json.loads(content[footer_end - length : footer_end]))
+        if not isinstance(footer.toolchain, dict):
+            raise TypeError(f"toolchain must be a mapping, got {footer.toolchain!r}")
     except (ValueError, TypeError) as error:
         raise ForeignEntry(f"its footer cannot be read ({error})") from error
     if footer.schema != key.SCHEMA:
@@ -119,13 +121,14 @@ def read(path: Path, variant: Variant) -> Footer:
     return footer
 
 
-def writable_by_others(info: os.stat_result) -> str | None:
+def writable_by_others(info: os.stat_result, *, is_parent: bool = False) -> str | None:
     """Why a file or folder with this status could have been written by someone else; None where it could not.
 
-    root can write anywhere, so its files are as good as one's own.
+    root can write anywhere, so its files are as good as one's own. A parent, in which others must not replace what lies
+    there, may be sticky, as /tmp is.
     """
     if info.st_uid not in (os.geteuid(), 0):
         return f"it belongs to another user (uid {info.st_uid})"
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_parent and info.st_mode & stat.S_ISVTX):
         return f"other users can write to it (mode {stat.S_IMODE(info.st_mode):04o}; chmod go-w)"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -36,7 +35,7 @@ def entry_digest(variant: Variant, source: str, toolchain: Mapping[str, str]) ->
 
     Args:
         variant: the kernel.
-        source: source_digest() of the package it was compiled from.
+        source: source_digest of the package it was compiled from.
         toolchain: dsl_toolchain() of the machine that compiled it.
     """
     identity = {
@@ -56,17 +55,21 @@ def variant_fields(variant: Variant) -> dict[str, Any]:
 def source_digest(package: Path = PACKAGE) -> str:
     """SHA-256 (hex) over the path and content of every .py file of the package: any change recompiles."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for path in package.rglob("*.py") if path.is_file()):  # an editor's lock is a dangling link
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
 
 
-@functools.cache
-def own_source_digest() -> str:
-    """source_digest() of this package, read once: a process runs the code that it imported."""
-    return source_digest()
+OWN_SOURCE = source_digest()
+"""Of this package, as it was when this module was imported: a process runs the code that it imported."""
+
+
+def source_changed() -> bool:
+    """Whether the package's files have changed since. Modules imported later would be of another source than
+    ``OWN_SOURCE`` says, and so would what they compile."""
+    return source_digest() != OWN_SOURCE
 
 
 def dsl_toolchain() -> dict[str, str] | None:
