@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import subprocess
@@ -362,13 +363,16 @@ def test_requests_that_decode_lead_the_batch(backend) -> None:
 
 
 def test_what_follows_a_decode_part_is_cut_out() -> None:
-    common = make_common([1, 2, 7, 4], [5, 6, 7, 8])
+    common = make_common([1, 2, 7, 4], [5, 99, 7, 8])
     rest = compat.rest_of(common, 2, 3)
     assert rest.query_start_loc.tolist() == rest.query_start_loc_cpu.tolist() == [0, 7, 11]
     assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (2, 11, 7)
     assert rest.seq_lens.tolist() == rest.seq_lens_cpu_upper_bound.tolist() == [7, 8]
     assert rest.block_table_tensor.tolist() == common.block_table_tensor[2:].tolist()
     assert rest.slot_mapping.tolist() == rest.positions.tolist() == list(range(3, 14))
+    assert common.max_seq_len == 99 and rest.max_seq_len == 8
+    unbounded = compat.rest_of(dataclasses.replace(common, seq_lens_cpu_upper_bound=None), 2, 3)
+    assert unbounded.max_seq_len == 99
     common.logits_indices_padded = torch.zeros(4)
     assert compat.rest_of(common, 2, 3) is None
 

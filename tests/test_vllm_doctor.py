@@ -37,6 +37,12 @@ def layers(tmp_path: Path, config: dict[str, Any], backend: str = CUTE, **option
             {},
             {"decode on Mjolnir: bf16, 32/8 heads of 128": 2},
         ),
+        (LLAMA | {"sliding_window": 9, "layer_types": None}, {}, {"on FLASH_ATTN: sliding window of 9": 2}),
+        (LLAMA | {"sliding_window": 9, "layer_types": []}, {}, {"on FLASH_ATTN: sliding window of 9": 2}),
+        (LLAMA | {"sliding_window": None}, {}, {"decode on Mjolnir: bf16, 32/8 heads of 128": 2}),
+        (LLAMA | {"num_key_value_heads": None}, {}, {"decode on Mjolnir: bf16, 32/32 heads of 128": 2}),
+        (LLAMA | {"num_key_value_heads": 12}, {}, {"on FLASH_ATTN: 32 query heads on 12 KV heads": 2}),
+        (LLAMA | {"text_config": None}, {}, {"decode on Mjolnir: bf16, 32/8 heads of 128": 2}),
         (LLAMA | {"head_dim": 80}, {}, {"on FLASH_ATTN: head size 80": 2}),
         (LLAMA | {"torch_dtype": "float32"}, {}, {"on FLASH_ATTN: queries of float32": 2}),
         (LLAMA | {"attn_logit_softcapping": 50.0}, {}, {"on FLASH_ATTN: scores capped at 50": 2}),
@@ -74,6 +80,34 @@ def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
         layers(tmp_path, LLAMA, tensor_parallel=3)
     with pytest.raises(ValueError, match="no num_attention_heads"):
         layers(tmp_path, {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "config.json is no JSON: "),
+        (b"[" * 100_000, "config.json is no JSON: "),
+        (b'"\xff"', "config.json is no JSON: .*utf-8"),
+        (b"[]", "config.json must hold an object, and so must its text_config, got list"),
+        (b'{"text_config": [1]}', "must hold an object.* got list"),
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be an integer of at least 1 or null, got '2'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer of at least 1 or null, got True"),
+        ({"num_attention_heads": 32.0}, r"num_attention_heads must be an integer of at least 1 or null, got 32\.0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at least 1 or null, got 0"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"head_dim": [128]}, r"head_dim must be an integer of at least 1 or null, got \[128\]"),
+        ({"layer_types": "full"}, "layer_types must be a list or null, got 'full'"),
+        ({"sliding_window": "long"}, "sliding_window must be a number or null, got 'long'"),
+        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a number or null, got '50'"),
+    ],
+)
+def test_odd_configurations_are_refused_by_name(tmp_path: Path, content: Any, message: str) -> None:
+    content = content if isinstance(content, bytes) else json.dumps(LLAMA | content).encode()
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        doctor.describe(CUTE, "", model=tmp_path)
+    assert CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)]).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ _PER_REQUEST = frozenset(
 )
 _PER_TOKEN = frozenset({"slot_mapping", "positions"})
 _CACHES = frozenset({"_num_computed_tokens_cache", "_token_to_req_indices_cache"})
-_KEPT = frozenset({"max_query_len", "max_seq_len", "causal"})
-_RESET = frozenset({"query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens"})
+_KEPT = frozenset({"max_query_len", "causal"})
+_RESET = frozenset({"query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens", "max_seq_len"})
 
 
 def fallback_name() -> str:
@@ -138,11 +138,14 @@ def quantise_query(query: torch.Tensor, layer: Any) -> torch.Tensor:
 def rest_of(common: Any, num_seqs: int, num_tokens: int) -> Any | None:
     """``CommonAttentionMetadata`` of what follows the first num_seqs requests and num_tokens tokens; None where the
     step carries something that is not known to be cut so. Makes one device tensor and waits for nothing."""
+    lens = getattr(common, "seq_lens_cpu_upper_bound", None)
     cut: dict[str, Any] = {
         "query_start_loc": common.query_start_loc[num_seqs:] - num_tokens,
         "query_start_loc_cpu": common.query_start_loc_cpu[num_seqs:] - num_tokens,
         "num_reqs": common.num_reqs - num_seqs,
         "num_actual_tokens": common.num_actual_tokens - num_tokens,
+        # Copies of an nvfp4 cache are sized by it.
+        "max_seq_len": common.max_seq_len if lens is None else int(lens[num_seqs:].max()),
     }
     for field in dataclasses.fields(common):
         name, value = field.name, getattr(common, field.name)

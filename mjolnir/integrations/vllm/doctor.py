@@ -17,6 +17,7 @@ from mjolnir.integrations.vllm import compat, plugin
 from mjolnir.integrations.vllm.eligibility import LayerFacts, why_not
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NUMBER = (int, float)
 
 
 def describe(
@@ -35,7 +36,8 @@ def describe(
         kv_cache_dtype, tensor_parallel: as ``vllm serve`` takes them.
 
     Raises:
-        ValueError: the configuration has no attention heads, or they do not fit tensor_parallel.
+        ValueError: config.json is no JSON object, lacks a field or has an odd one, or its heads do not fit
+            tensor_parallel.
         OSError: it cannot be read.
     """
     report: dict[str, Any] = {
@@ -72,8 +74,14 @@ def _plugin() -> str:
 
 def _layers(folder: Path, kv_cache_dtype: str, tensor_parallel: int, has_kernels: bool) -> collections.Counter[str]:
     """How many layers would run on what, in words."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    config = (config.get("text_config") or config) if isinstance(config, dict) else config
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object, and so must its text_config, got {type(config).__name__}")
     counts: collections.Counter[str] = collections.Counter()
     for facts in layers_of(config, kv_cache_dtype, tensor_parallel):
         reason = why_not(facts) if isinstance(facts, LayerFacts) else facts
@@ -93,21 +101,20 @@ def layers_of(config: dict[str, Any], kv_cache_dtype: str, tensor_parallel: int)
     says when it starts.
 
     Raises:
-        ValueError: no attention heads, or numbers of heads that do not fit tensor_parallel.
+        ValueError: a field that is missing or odd, or numbers of heads that do not fit tensor_parallel.
     """
     check_positive_int("tensor_parallel", tensor_parallel)
-    count = config.get("num_hidden_layers", 0)
+    count = _field(config, "num_hidden_layers")
     if config.get("kv_lora_rank"):
         return ["MLA: choose another backend, vLLM does not start with this one"] * count
-    heads = config.get("num_attention_heads")
-    if not heads:
-        raise ValueError("config.json has no num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
+    heads = _field(config, "num_attention_heads")
+    kv_heads = _field(config, "num_key_value_heads", heads)
+    head_size = _field(config, "head_dim", 0) or _field(config, "hidden_size") // heads
     if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
         raise ValueError(f"tensor_parallel must fit {heads} heads on {kv_heads} KV heads, got {tensor_parallel}")
-    kinds = config.get("layer_types") or ["full_attention"] * count
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    every_layer = window is not None and "layer_types" not in config
+    kinds = _field(config, "layer_types", [], list) or ["full_attention"] * count
+    window = _field(config, "sliding_window", 0, NUMBER) if config.get("use_sliding_window", True) else 0
+    every_layer = not config.get("layer_types")
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.float32)
     facts: list[LayerFacts | str] = []
     for kind in kinds:
@@ -118,12 +125,25 @@ def layers_of(config: dict[str, Any], kv_cache_dtype: str, tensor_parallel: int)
             LayerFacts(
                 num_heads=heads // tensor_parallel,
                 num_kv_heads=max(1, kv_heads // tensor_parallel),
-                head_size=config.get("head_dim") or config["hidden_size"] // heads,
+                head_size=head_size,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype,
-                sliding_window=window if every_layer or kind == "sliding_attention" else None,
-                logits_soft_cap=config.get("attn_logit_softcapping"),
+                sliding_window=(window or None) if every_layer or kind == "sliding_attention" else None,
+                logits_soft_cap=_field(config, "attn_logit_softcapping", 0, NUMBER),
                 has_sinks=config.get("model_type") == "gpt_oss",
             )
         )
     return facts
+
+
+def _field(config: dict[str, Any], name: str, default: Any = None, kind: Any = int) -> Any:
+    """A field of a configuration, at least 1 if it is an int; ``default`` where it is missing or null."""
+    value = config.get(name)
+    if value is None and default is None:
+        raise ValueError(f"config.json has no {name}")
+    if value is None:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 1):
+        expected = {int: "an integer of at least 1", list: "a list"}.get(kind, "a number")
+        raise ValueError(f"config.json: {name} must be {expected} or null, got {value!r}")
+    return value

@@ -107,6 +107,8 @@ def why_not(layer: LayerFacts) -> str | None:
         return f"KV cache dtype {layer.kv_cache_dtype}"
     if layer.head_size not in HEAD_SIZES:
         return f"head size {layer.head_size}"
+    if layer.num_heads % layer.num_kv_heads:
+        return f"{layer.num_heads} query heads on {layer.num_kv_heads} KV heads"
     if layer.num_heads // layer.num_kv_heads > MAX_ROWS:
         return f"{layer.num_heads // layer.num_kv_heads} query heads per KV head"
     return None
