@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def test_the_observer_refuses() -> None:
     observer.observe(0, key, value)
     with pytest.raises(ValueError, match="key of layer 0 must have shape"):
         observer.observe(0, key[:, :1], value[:, :1])
+    with pytest.raises(TypeError, match=r"key must be a torch.Tensor, got list"):
+        observer.observe(0, [1], [2])
+    with pytest.raises(TypeError, match=r"value must be a torch.Tensor, got list"):
+        observer.observe(0, key, [2])
+    with pytest.raises(TypeError, match="value must have dtype .*, got torch.float8_e4m3fn"):
+        observer.observe(0, key, value.to(torch.float8_e4m3fn))
+    with pytest.raises(TypeError, match="layer must be an integer, got '0'"):
+        observer.observe("0", key, value)
+    with pytest.raises(ValueError, match="layer must be at least 0, got -1"):
+        observer.observe(-1, key, value)
     key[0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="key of layer 5 has values that are not finite"):
         observer.observe(5, key, value)
@@ -93,6 +104,19 @@ def load(path: Path, **changes) -> KvScales:
         (lambda f: f.pop("layers"), "layers: Field required"),
         (lambda f: f.update(layers={}), "layers must not be empty"),
         (lambda f: f.update(version=2), "version: Input should be 1"),
+        (lambda f: f.update(version="1"), "version: Input should be 1"),
+        (lambda f: f.pop("version"), "version: Field required"),
+        (lambda f: f.pop("kind"), "kind: Field required"),
+        (lambda f: f.update(tokens=1.0), "tokens: Input should be a valid integer"),
+        (lambda f: f.update(head_size="64"), "head_size: Input should be a valid integer"),
+        (lambda f: f.update(headroom="1"), "headroom: Input should be a valid number"),
+        (lambda f: f.update(headroom=True), "headroom: Input should be a valid number"),
+        (lambda f: f.update(headroom=1e300), "headroom: Input should be less than or equal to 3402823466385288"),
+        (lambda f: f["layers"].update({"00": f["layers"]["0"]}), r"layers\.00\..*: Input should be a valid integer"),
+        (lambda f: f["layers"].update({"-1": f["layers"]["0"]}), r"layers\.-1\."),
+        (lambda f: f["layers"]["0"].update(v_amax=[1.0, 1e39]), r"layers\.0\.v_amax.*less than or equal to 3402823"),
+        (lambda f: f["layers"]["0"].update(v_amax=[1.0, float("nan")]), r"layers\.0\.v_amax"),
+        (lambda f: f["layers"]["0"].update(v_amax=[1.0, True]), r"layers\.0\.v_amax.*Input should be a valid number"),
         (lambda f: f.update(kind="other"), "kind: Input should be 'mjolnir-kv-scales'"),
         (lambda f: f.update(colour="blue"), "colour: Extra inputs are not permitted"),
         (lambda f: f["layers"].pop("1"), "has no layer 1; it has 0 … 2"),
@@ -114,6 +138,24 @@ def test_files_that_do_not_fit_are_refused_by_name(observer, tmp_path, change, m
     assert "scales.json" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff", "'utf-8' codec can't decode"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", "the file: Input should be a valid dictionary"),
+        (b'{"tokens": 1, "tokens": 2}', "'tokens' is there twice"),
+        (b'{"layers": {"0": {}, "0": {}}}', "'0' is there twice"),
+    ],
+)
+def test_files_that_are_no_such_json_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "scales.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"scales.json is not a scales file: .*{message}"):
+        ScalesFile.load(path)
+
+
 def test_a_model_of_another_shape_is_refused(observer: AmaxObserver, tmp_path: Path) -> None:
     path = saved(observer, tmp_path)
     with pytest.raises(ValueError, match="has no layer 3, 4; it has 0 … 2"):
@@ -124,8 +166,29 @@ def test_a_model_of_another_shape_is_refused(observer: AmaxObserver, tmp_path: P
         load(path, num_heads=5)
     with pytest.raises(ValueError, match="granularity must be one of"):
         load(path, granularity="row")
-    with pytest.raises(ValueError, match="headroom must be a positive factor, got 0"):
-        load(path, headroom=0)
+    with pytest.raises(ValueError, match="k_format must be one of .*, got 'fp7'"):
+        load(path, k_format="fp7")
+    with pytest.raises(ValueError, match="v_format must be one of .*, got 'fp7'"):
+        load(path, v_format="fp7")
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"num_layers must be at least 1, got {count}"):
+            load(path, num_layers=count)
+    for headroom in (0, -1.0, float("nan"), float("inf"), 1e300):
+        with pytest.raises(ValueError, match="headroom must be a positive factor that fits fp32, got"):
+            load(path, headroom=headroom)
+        with pytest.raises(ValueError, match="headroom must be a positive factor that fits fp32, got"):
+            ScalesFile.of(observer, headroom=headroom)
+    with pytest.raises(TypeError, match=r"headroom must be a number, got '2' \(str\)"):
+        load(path, headroom="2")
+    assert load(str(path), headroom=np.float32(2)).headroom == 2
+
+
+def test_scales_that_overflow_are_refused_by_layer_and_field(observer: AmaxObserver, tmp_path: Path) -> None:
+    path = saved(observer, tmp_path, lambda f: f["layers"]["1"].update(v_amax=[1.0, 3e38]))
+    assert load(path, headroom=100).layer(1).v_scale[1] == pytest.approx(3e38 * 100 / 448)
+    with pytest.raises(ValueError, match=r"v_amax of layer 1 is up to 3e\+38: with a headroom of 1e\+06 no scale fits"):
+        load(path, headroom=1e6).layer(1)
+    assert load(path, headroom=1e6, k_format="bf16").layer(1).v_scale == 1
 
 
 def test_scales_are_headroom_times_amax_over_the_format_s_largest(observer: AmaxObserver, tmp_path: Path) -> None:
@@ -155,7 +218,8 @@ def test_per_head_files_give_per_head_scales_only(observer: AmaxObserver, tmp_pa
     ScalesFile.of(observer, per_channel=False).save(path)
     torch.testing.assert_close(load(path).layer(0).k_scale, observer.amax(0)[0].amax(-1) / 448)
     with pytest.raises(ValueError, match="k_amax of layer 0 is per head"):
-        load(path, granularity="channel").layer(0)
+        load(path, granularity="channel")
+    assert load(path, k_format="bf16", granularity="channel").layer(0).q_mul is None
 
 
 def test_channel_scales_are_folded_into_q_and_o(observer: AmaxObserver, tmp_path: Path) -> None:
@@ -216,6 +280,10 @@ def test_calibrate_reads_a_dump(tmp_path: Path, suffix: str, observer: AmaxObser
         (lambda e: e.update(w=np.zeros(1)), r"arrays are called k\.<layer> and v\.<layer>, got 'w'"),
         (lambda e: e.update({"k.0": np.zeros((40, 2), np.float32)}), r"k\.0 must be floats of shape .* \(40, 2\)"),
         (lambda e: e.update({"k.0": np.zeros((40, 2, 64), np.int32)}), r"k\.0 must be floats"),
+        (lambda e: e.update({"k.00": e["k.0"]}), "dump.npz has k of layer 0 twice"),
+        (lambda e: e.update({"v.2": np.full((40, 2, 64), np.inf)}), "value of layer 2 has values that are not"),
+        (lambda e: e.update({"v.2": np.zeros((40, 2, 64), np.int8)}), r"v\.2 must be floats .*, got torch.int8 \(40"),
+        (lambda e: e.update({"v.2": np.array(["text"])}), "dump.npz cannot be read as a .npz file"),
         (lambda e: e.update({"v.2": np.zeros((40, 2, 32), np.float32)}), "layer 2: value must have shape"),
     ],
 )
@@ -234,6 +302,24 @@ def test_other_files_are_no_dumps(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold a dict of tensors, got list"):
         observe_dump(tmp_path / "dump.pt")
     assert invoke("calibrate", str(tmp_path / "absent.npz")).exit_code == 2
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+def test_damaged_dumps_are_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    whole, dump = io.BytesIO(), tmp_path / f"dump{suffix}"
+    if suffix == ".npz":
+        np.savez(whole, **entries(1))
+    else:
+        torch.save({name: torch.from_numpy(x) for name, x in entries(1).items()}, whole)
+    content = whole.getvalue()
+    middle = len(content) // 2
+    lone = io.BytesIO()
+    np.save(lone, np.zeros(3))
+    for damaged in (b"", b"text", content[:middle], content[middle:], content[:-4], lone.getvalue()):
+        dump.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"dump{suffix} cannot be read as a {suffix} file"):
+            observe_dump(str(dump))
+        assert invoke("calibrate", str(dump), "--out", str(tmp_path / "scales.json")).exit_code == 2
 
 
 @needs_model

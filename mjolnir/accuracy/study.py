@@ -16,7 +16,7 @@ from mjolnir.accuracy.setting import BF16, STUDY, Setting
 from mjolnir.accuracy.stepwise import Agreement, check_stepwise
 from mjolnir.calibration.calibrate import observe_demo_model
 from mjolnir.calibration.scales import KvScales
-from mjolnir.calibration.scales_file import ScalesFile
+from mjolnir.calibration.scales_file import ScalesFile, check_headroom
 from mjolnir.checks import check_positive_int
 from mjolnir.demo.generate import load_demo
 from mjolnir.demo.text import EVALUATION, text_digest, text_tokens
@@ -45,6 +45,9 @@ METHOD = (
 class Options:
     """What ``mjolnir accuracy`` is asked for.
 
+    Raises:
+        TypeError, ValueError: a number of another type, or out of its range.
+
     Attributes:
         settings: of the cache; bf16 is measured in any case.
         tokens: evaluated, a multiple of ``context``.
@@ -64,6 +67,8 @@ class Options:
     def __post_init__(self) -> None:
         check_positive_int("context", self.context, minimum=8)
         check_positive_int("tokens", self.tokens, minimum=self.context)
+        check_positive_int("calibration_tokens", self.calibration_tokens)
+        check_headroom(self.headroom)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +117,7 @@ def run_study(
 
     Raises:
         ModuleNotFoundError: weights or libraries of the demo are not installed.
+        OSError: the scales file cannot be read.
         ValueError: more tokens than the text has, or a scales file that does not fit.
     """
     start = time.monotonic()
@@ -130,25 +136,27 @@ def run_study(
             observe_demo_model(options.calibration_tokens, device, context=options.context), headroom=options.headroom
         )
     else:
-        file = ScalesFile.load(options.scales)
-        file.require_layers(range(config.num_layers))
-
-    def scales_of(setting: Setting) -> KvScales:
-        return KvScales(
+        file = KvScales.load(
+            options.scales, num_layers=config.num_layers, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+        ).file  # fmt: skip
+    scales = {
+        setting: KvScales(
             file, config.num_heads, setting.k_format, setting.v_format, setting.granularity, options.headroom, device
         )
-
+        for setting in dict.fromkeys((BF16, *options.settings))
+    }
     progress(f"bf16 cache over {count} texts of {options.context} tokens")
-    references = reference_states(model, scales_of(BF16), texts, BF16)
+    references = reference_states(model, scales[BF16], texts, BF16)
     results = []
-    for setting in dict.fromkeys((BF16, *options.settings)):
-        quality = evaluate(model, setting, scales_of(setting), texts, references)
+    for setting in scales:
+        quality = evaluate(model, setting, scales[setting], texts, references)
         size = setting.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_size)
         results.append(Result(setting, size, quality))
         on_result(results[-1])
     progress("token by token")
     checked = [setting for setting in options.settings if setting in STEPWISE_SETTINGS]
-    stepwise = [check_stepwise(model, setting, scales_of(setting), texts[0][:STEPWISE_TOKENS]) for setting in checked]
+    stepwise = [check_stepwise(model, setting, scales[setting], texts[0][:STEPWISE_TOKENS]) for setting in checked]
     return Study(
         header=header(device),
         options={

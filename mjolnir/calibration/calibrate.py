@@ -5,32 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mjolnir.calibration.observe import AmaxObserver
+from mjolnir.calibration.observe import FLOATS, AmaxObserver
 from mjolnir.checks import check_positive_int
 
-_ENTRY = re.compile(r"([kv])\.(\d+)")
+_ENTRY = re.compile(r"([kv])\.([0-9]{1,9})")
 
 CONTEXT = 2048
 """Tokens that the demo's model reads at a time. Scales hold for contexts of about that length only: a channel of K that
 positions rotate slowly reaches its largest values late."""
 
 
-def observe_dump(path: Path) -> AmaxObserver:
+def observe_dump(path: Path | str) -> AmaxObserver:
     """Observe a dump: a .npz, or a .pt that holds a dict of tensors, with "k.<layer>" and "v.<layer>" of shape (tokens,
     num_kv_heads, head_size) each.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: another kind of file, a name that is not such, K without V, or shapes that do not fit.
+        OSError: it cannot be opened.
+        ValueError: another kind of file, a damaged one, a name that is not such, a layer that is named twice ("k.0" and
+            "k.00"), K without V, shapes that do not fit, or values that are not finite. The message names the file.
     """
-    observer = AmaxObserver()
-    arrays = dict(_entries(path))
+    path, observer = Path(path), AmaxObserver()
+    arrays: dict[tuple[str, int], Tensor] = {}
+    for entry, array in _entries(path):
+        if entry in arrays:
+            raise ValueError(f"{path} has {entry[0]} of layer {entry[1]} twice")
+        arrays[entry] = array
     if not arrays:
         raise ValueError(f"{path} holds no arrays")
     for layer in sorted({layer for _, layer in arrays}):
@@ -78,22 +83,33 @@ def observe_demo_model(
     return observer
 
 
+def _read_npz(file: BinaryIO) -> dict[str, Tensor]:
+    with np.load(file, allow_pickle=False) as archive:
+        return {name: torch.from_numpy(np.asarray(archive[name])) for name in archive.files}
+
+
+def _read_pt(file: BinaryIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+_READERS: dict[str, Callable[[BinaryIO], Any]] = {".npz": _read_npz, ".pt": _read_pt}
+
+
 def _entries(path: Path) -> Iterator[tuple[tuple[str, int], Tensor]]:
-    arrays: dict[str, Any]
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: torch.from_numpy(np.asarray(archive[name])) for name in archive.files}
-    elif path.suffix == ".pt":
-        arrays = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(arrays, dict):
-            raise ValueError(f"{path} must hold a dict of tensors, got {type(arrays).__name__}")
-    else:
+    if path.suffix not in _READERS:
         raise ValueError(f"a dump is a .npz or a .pt file, got {path}")
+    with path.open("rb") as file:
+        try:
+            arrays = _READERS[path.suffix](file)
+        except Exception as error:  # of a dozen kinds: zipfile's, pickle's, NumPy's, PyTorch's
+            raise ValueError(f"{path} cannot be read as a {path.suffix} file: {error}") from error
+    if not isinstance(arrays, dict):
+        raise ValueError(f"{path} must hold a dict of tensors, got {type(arrays).__name__}")
     for name, array in arrays.items():
         match = _ENTRY.fullmatch(str(name))
         if match is None:
             raise ValueError(f"{path}: arrays are called k.<layer> and v.<layer>, got {name!r}")
-        if not isinstance(array, Tensor) or not array.is_floating_point() or array.dim() != 3:
+        if not isinstance(array, Tensor) or array.dtype not in FLOATS or array.dim() != 3:
             kind = f"{array.dtype} {tuple(array.shape)}" if isinstance(array, Tensor) else type(array).__name__
             raise ValueError(f"{path}: {name} must be floats of shape (tokens, num_kv_heads, head_size), got {kind}")
         yield (match[1], int(match[2])), array

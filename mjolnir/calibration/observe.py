@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mjolnir.checks import check_tensor
+from mjolnir.checks import check_positive_int, check_tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class AmaxObserver:
@@ -23,10 +25,12 @@ class AmaxObserver:
         """K and V (tokens, h_k, d) of one layer as they would be cached: K with its positions rotated in.
 
         Raises:
-            ValueError: another shape than the layer had before, or a value that is not finite.
+            TypeError: ``layer`` is not an integer, or K or V not a tensor of floats of 16 bits or more.
+            ValueError: a negative layer, another shape than the layer had before, or a value that is not finite.
         """
-        for name, x in (("key", key), ("value", value)):
-            check_tensor(name, x, ndim=3, shape=(len(key), *key.shape[1:]))
+        check_positive_int("layer", layer, minimum=0)
+        check_tensor("key", key, dtype=FLOATS, ndim=3)
+        check_tensor("value", value, dtype=FLOATS, shape=key.shape)
         if not len(key):
             return
         amax = [x.detach().abs().amax(0).float().cpu() for x in (key, value)]

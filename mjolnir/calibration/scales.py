@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mjolnir.calibration.scales_file import ScalesFile
+from mjolnir.calibration.scales_file import ScalesFile, check_headroom
 from mjolnir.checks import check_choice, check_positive_int
 from mjolnir.formats import KvFormat, get_format
 
@@ -55,6 +55,7 @@ class KvScales:
         device: of the tensors.
 
     Raises:
+        TypeError: num_heads is not an integer, or headroom not a number.
         ValueError: an argument out of its range, or granularity "channel" of a file with amax per head.
     """
 
@@ -74,13 +75,17 @@ class KvScales:
                 f"num_heads must be a multiple of the file's num_kv_heads = {self.file.num_kv_heads}, got "
                 f"{self.num_heads}"
             )
-        if self.headroom is not None and not 0 < self.headroom < float("inf"):
-            raise ValueError(f"headroom must be a positive factor, got {self.headroom}")
+        if self.headroom is not None:
+            check_headroom(self.headroom)
+        for name, fmt in self._formats().items():
+            for index, layer in self.file.layers.items() if self.granularity == "channel" and fmt.bits < 16 else ():
+                if not isinstance(getattr(layer, name)[0], list):
+                    raise ValueError(f"{name} of layer {index} is per head: scales per channel need amax per channel")
 
     @classmethod
     def load(
         cls,
-        path: Path,
+        path: Path | str,
         *,
         num_layers: int,
         num_heads: int,
@@ -96,8 +101,11 @@ class KvScales:
 
         Raises:
             OSError: the file cannot be read.
+            TypeError: num_layers or num_heads is not an integer, or headroom not a number.
             ValueError: it is no scales file, is of a model of another shape, or lacks a layer; the message says which.
+                Or another argument is out of its range.
         """
+        check_positive_int("num_layers", num_layers)
         file = ScalesFile.load(path)
         for name, expected in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
             if getattr(file, name) != expected:
@@ -112,15 +120,20 @@ class KvScales:
         """The scales of one layer.
 
         Raises:
-            ValueError: the file does not have it, or has it per head where scales are per channel.
+            ValueError: the file does not have it, or a scale does not fit fp32.
         """
         self.file.require_layers([index])
         amax = self.file.layers[index]
-        k_format = get_format(self.k_format)
-        k_write, k_scale, q_mul = self._side(f"k_amax of layer {index}", amax.k_amax, k_format)
-        v_format = k_format if self.v_format is None else get_format(self.v_format, "v_format")
-        v_write, v_scale, o_mul = self._side(f"v_amax of layer {index}", amax.v_amax, v_format)
+        (k_write, k_scale, q_mul), (v_write, v_scale, o_mul) = (
+            self._side(f"{name} of layer {index}", getattr(amax, name), fmt) for name, fmt in self._formats().items()
+        )
         return LayerScales(k_write, v_write, k_scale, v_scale, q_mul, o_mul)
+
+    def _formats(self) -> dict[str, KvFormat]:
+        """By field of LayerAmax."""
+        k_format = get_format(self.k_format, "k_format")
+        v_format = k_format if self.v_format is None else get_format(self.v_format, "v_format")
+        return {"k_amax": k_format, "v_amax": v_format}
 
     def _side(
         self, name: str, amax: list[list[float]] | list[float], fmt: KvFormat
@@ -132,12 +145,12 @@ class KvScales:
         largest = torch.tensor(amax, dtype=torch.float32, device=self.device)
         headroom = self.file.headroom if self.headroom is None else self.headroom
         scale = largest * (headroom / full_scale(fmt))
+        if not scale.isfinite().all():
+            raise ValueError(f"{name} is up to {largest.max():g}: with a headroom of {headroom:g} no scale fits fp32")
         if self.granularity == "tensor":
             return scale.max().reshape(1), scale.max().reshape(1), None
         per_head = scale if scale.dim() == 1 else scale.amax(-1)
         if self.granularity == "head":
             return per_head, per_head, None
-        if scale.dim() == 1:
-            raise ValueError(f"{name} is per head: scales per channel need a file of amax per channel")
         factor = scale / torch.where(per_head == 0, 1, per_head)[:, None]
         return scale, per_head, factor.repeat_interleave(self.num_heads // len(scale), 0).contiguous()

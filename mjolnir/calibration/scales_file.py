@@ -4,30 +4,56 @@
      "num_kv_heads": 3, "head_size": 64, "headroom": 1.1,
      "layers": {"0": {"k_amax": [[...], ...], "v_amax": [[...], ...]}, ...}}
 
-``k_amax`` and ``v_amax`` are (num_kv_heads, head_size) lists, per channel, or (num_kv_heads,), per head.
+``k_amax`` and ``v_amax`` are (num_kv_heads, head_size) lists, per channel, or (num_kv_heads,), per head. Numbers fit
+fp32. Only model, source, tokens and headroom may be missing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import numpy as np
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mjolnir.calibration.observe import AmaxObserver
 
-KIND, VERSION = "mjolnir-kv-scales", 1
+LARGEST = torch.finfo(torch.float32).max
 
-Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Magnitude = Annotated[float, Field(ge=0, le=LARGEST)]
 Amax = list[list[Magnitude]] | list[Magnitude]
+
+
+def check_headroom(headroom: Any) -> float:
+    """A factor that scales leave above amax.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not positive, or beyond fp32.
+    """
+    if isinstance(headroom, bool) or not isinstance(headroom, (int, float, np.floating)):
+        raise TypeError(f"headroom must be a number, got {headroom!r} ({type(headroom).__name__})")
+    if not 0 < headroom <= LARGEST:
+        raise ValueError(f"headroom must be a positive factor that fits fp32, got {headroom}")
+    return float(headroom)
+
+
+def _index(key: Any) -> Any:
+    """A layer's key in JSON, where "00" is not "0"."""
+    return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,8}", key) else key
+
+
+LayerIndex = Annotated[int, BeforeValidator(_index), Field(ge=0)]
 
 
 class LayerAmax(BaseModel):
     """Largest magnitudes of one layer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     k_amax: Amax
     v_amax: Amax
@@ -36,6 +62,9 @@ class LayerAmax(BaseModel):
 class ScalesFile(BaseModel):
     """A scales file, checked.
 
+    Raises:
+        ValueError: a field is missing, unknown, of another type or shape, or out of its range (pydantic's error).
+
     Attributes:
         model, source: what was observed, in words.
         tokens: observed per layer.
@@ -43,17 +72,17 @@ class ScalesFile(BaseModel):
         layers: by index of the layer in the model.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    kind: Literal["mjolnir-kv-scales"] = "mjolnir-kv-scales"
-    version: Literal[1] = 1
+    kind: Literal["mjolnir-kv-scales"]
+    version: Literal[1]
     model: str = ""
     source: str = ""
     tokens: Annotated[int, Field(ge=0)] = 0
     num_kv_heads: Annotated[int, Field(ge=1)]
     head_size: Annotated[int, Field(ge=1)]
-    headroom: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    layers: dict[Annotated[int, Field(ge=0)], LayerAmax]
+    headroom: Annotated[float, Field(gt=0, le=LARGEST)] = 1.0
+    layers: dict[LayerIndex, LayerAmax]
 
     @model_validator(mode="after")
     def _check_shapes(self) -> ScalesFile:
@@ -76,8 +105,9 @@ class ScalesFile(BaseModel):
             have = f"{min(self.layers)} … {max(self.layers)}"
             raise ValueError(f"the scales file has no layer {', '.join(map(str, missing))}; it has {have}")
 
-    def save(self, path: Path) -> None:
-        """Write the file, one layer a line."""
+    def save(self, path: Path | str) -> None:
+        """Write the file, one layer a line. Raises OSError where that cannot be."""
+        path = Path(path)
         top = self.model_dump(exclude={"layers"})
         head = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in top.items()]
         layers = [
@@ -88,22 +118,25 @@ class ScalesFile(BaseModel):
         path.write_text(text, encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> ScalesFile:
+    def load(cls, path: Path | str) -> ScalesFile:
         """Read and check a file.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is no scales file of this version, or a field is missing, unknown or of another shape; the
-                message names the file and the field.
+            ValueError: it is no JSON, has a key twice, is no scales file of this version, or a field is missing,
+                unknown, of another type or shape, or out of its range; the message names the file and the field.
         """
+        content = Path(path).read_bytes()
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"), strict=False)
+            return cls.model_validate(json.loads(content, object_pairs_hook=_without_duplicates))
         except ValidationError as error:
             faults = "; ".join(
                 f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg'].removeprefix('Value error, ')}"
                 for fault in error.errors()[:4]
             )
             raise ValueError(f"{path} is not a scales file: {faults}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a scales file: {error}") from error
 
     @classmethod
     def of(
@@ -118,8 +151,10 @@ class ScalesFile(BaseModel):
         """What an observer saw.
 
         Raises:
-            ValueError: it saw nothing.
+            TypeError: ``headroom`` is not a number.
+            ValueError: it saw nothing, layers of several shapes, or ``headroom`` is out of its range.
         """
+        headroom = check_headroom(headroom)
         if not observer.tokens:
             raise ValueError("observer has seen no tokens")
         layers = {}
@@ -129,6 +164,8 @@ class ScalesFile(BaseModel):
             layers[index] = LayerAmax(k_amax=k_amax.tolist(), v_amax=v_amax.tolist())
         heads, head_size = observer.amax(min(layers))[0].shape
         return cls(
+            kind="mjolnir-kv-scales",
+            version=1,
             model=model,
             source=source,
             tokens=min(observer.tokens.values()),
@@ -137,6 +174,16 @@ class ScalesFile(BaseModel):
             headroom=headroom,
             layers=layers,
         )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; json itself would keep the last of two values."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key!r} is there twice")
+        result[key] = value
+    return result
 
 
 def _shape(amax: Amax) -> tuple[int, ...] | None:
