@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import mjolnir
-
-if TYPE_CHECKING:
-    import torch
+from mjolnir.bench.cli import bench, bench_writes
+from mjolnir.cli_support import check_output, pick_device, refuse_without, user_errors
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,29 +35,6 @@ def main(
     """Decode attention over paged, low-precision KV caches."""
 
 
-@contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
-    """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, ModuleNotFoundError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-
-
-def _pick_device(name: str) -> torch.device:
-    import torch
-
-    if name not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("device is 'cuda', but torch.cuda.is_available() is False: see `mjolnir doctor`")
-    if name == "auto":
-        name = "cuda" if available else "cpu"
-    return torch.device(name)
-
-
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Argument(help="What the model answers.")] = "What is gravity?",
@@ -72,7 +44,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer at most.")] = 128,
 ) -> None:
     """SmolLM2-135M-Instruct answers a prompt, decoding over a paged, quantised KV cache."""
-    with _user_errors():
+    with user_errors():
         from rich.console import Console
 
         from mjolnir.demo.generate import run_demo
@@ -82,7 +54,7 @@ def demo(
             prompt,
             kv_format=kv_format,
             page_size=page_size,
-            device=_pick_device(device),
+            device=pick_device(device),
             max_tokens=max_tokens,
             emit=lambda text: print(text, end="", flush=True),
         )
@@ -92,7 +64,11 @@ def demo(
 @app.command("compile")
 def compile_(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Variants by name or shell-style pattern; all of them without any.")
+        list[str] | None,
+        typer.Argument(
+            help="Full names of variants, or shell-style patterns that match a whole name, such as "
+            "'*_fp8_*_d128_*' (in quotes); --list shows the names. All variants without any."
+        ),
     ] = None,
     arch: Annotated[str, typer.Option(help="GPU architecture: sm_90a, sm_100a, sm_110a or sm_120a.")] = "sm_90a",
     out: Annotated[
@@ -103,7 +79,7 @@ def compile_(
     list_only: Annotated[bool, typer.Option("--list", help="Print the names and compile nothing.")] = False,
 ) -> None:
     """Compile kernels, on a machine with or without a GPU, into a folder that serves as a kernel cache."""
-    with _user_errors():
+    with user_errors():
         from mjolnir.backends import KERNEL_ARCHS
         from mjolnir.catalogue import all_variants, select
         from mjolnir.checks import check_choice
@@ -131,86 +107,8 @@ def compile_(
         raise typer.Exit(1)
 
 
-@app.command()
-def bench(
-    suite: Annotated[
-        str, typer.Option(help="quick, core, full or lowbit: mjolnir/bench/suites.py lists them.")
-    ] = "core",
-    shape: Annotated[
-        list[str] | None, typer.Option(help="Only shapes whose name has this shell-style pattern in it; repeatable.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="normal or hard; as the suite says without it.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File to write the rows to.")] = None,
-    budget_s: Annotated[float, typer.Option(min=0, help="Seconds after which no further shape is started.")] = 600,
-    repeat: Annotated[int, typer.Option(min=1, help="Graphs captured and timed per shape.")] = 1,
-    list_only: Annotated[bool, typer.Option("--list", help="Print the shapes and measure nothing.")] = False,
-    peers: Annotated[
-        Path | None, typer.Option(help="Folder of other kernels to time too, as benchmarks/README.md says.")
-    ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Only this peer of the folder; repeatable.")] = None,
-    shard: Annotated[str, typer.Option(help="i/n: every n-th shape from the i-th on.")] = "1/1",
-    skip_done: Annotated[bool, typer.Option("--skip-done", help="Keep the rows that --json's file has.")] = False,
-    gate: Annotated[bool, typer.Option("--gate", help="Exit code 3 if a bound of the release is missed.")] = False,
-    ctas_per_sm: Annotated[int | None, typer.Option(help="As DecodeRunner takes it; so are the next four.")] = None,
-    kv_stages: Annotated[int | None, typer.Option()] = None,
-    l2_prefetch: Annotated[int, typer.Option()] = 0,
-    max_splits: Annotated[int | None, typer.Option()] = None,
-    pdl: Annotated[bool, typer.Option()] = True,
-    q_mode: Annotated[str, typer.Option(help="bf16 or fp8, as DecodeRunner takes it.")] = "bf16",
-) -> None:
-    """Time per call against the memory floor, L2 cold, on a GPU."""
-    with _user_errors():
-        from rich.console import Console
-
-        from mjolnir.bench.command import Options, run_bench, write
-        from mjolnir.bench.gates import gates
-        from mjolnir.bench.ours import Knobs
-        from mjolnir.bench.peers import NAMES
-        from mjolnir.bench.report import describe, render
-
-        knobs = Knobs(ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, q_mode)
-        names = tuple(peer or NAMES) if peers is not None else tuple(peer or ())
-        options = Options(suite, tuple(shape or ()), data, repeat, budget_s, knobs, shard, names)
-        if list_only:
-            typer.echo("\n".join(candidate.name for candidate in options.shapes()))
-            return
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-        report = run_bench(
-            options,
-            progress=lambda result: typer.echo(describe(result), err=True),
-            peers_folder=peers,
-            json_path=json_path,
-            skip_done=skip_done,
-        )
-        console = Console()
-        # A log has no width: the table needs more than the default of 80.
-        (console if console.is_terminal else Console(width=200)).print(render(report))
-        if json_path is not None:
-            write(json_path, report)
-    if report.failures:
-        raise typer.Exit(1)
-    if gate and not all(bound.passed for bound in gates(report.rows) if bound.value is not None):
-        raise typer.Exit(3)
-
-
-@app.command()
-def bench_writes(
-    json_path: Annotated[Path | None, typer.Option("--json", help="File to write the rows to.")] = None,
-) -> None:
-    """Time and bandwidth of write_kv, expand_pages and the query quantiser against copies, on a GPU."""
-    with _user_errors():
-        from mjolnir.bench.writes import WriteRow, run_write_bench, to_json
-
-        def show(row: WriteRow) -> None:
-            share = "" if row.share is None else f", {row.tb_s:.2f} TB/s, {row.share:.0%} of a copy"
-            typer.echo(f"{row.what} {row.formats}, {row.tokens} tokens: {row.us:.2f} µs{share}")
-
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-        report = run_write_bench(show)
-        if json_path is not None:
-            json_path.write_text(to_json(report), encoding="utf-8")
+app.command()(bench)
+app.command()(bench_writes)
 
 
 @app.command()
@@ -222,10 +120,11 @@ def verify(
     ] = None,
 ) -> None:
     """Kernel against the fp64 oracle over a stated matrix; exit code 1 if any case fails."""
-    with _user_errors():
+    with user_errors():
         from mjolnir.verify.main import run_verify
 
-        passed = run_verify(_pick_device(device), quick=quick, json_path=json_path)
+        check_output("--json", json_path)
+        passed = run_verify(pick_device(device), quick=quick, json_path=json_path)
     if not passed:
         raise typer.Exit(1)
 
@@ -243,17 +142,19 @@ def calibrate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Largest magnitudes of K and V over real activations, as a scales file."""
-    with _user_errors():
+    with user_errors():
         from mjolnir.calibration.calibrate import observe_demo_model, observe_dump
-        from mjolnir.calibration.scales_file import ScalesFile
+        from mjolnir.calibration.scales_file import ScalesFile, check_headroom
         from mjolnir.checks import check_choice
 
-        check_choice("per", per, ("channel", "head"))
+        check_choice("--per", per, ("channel", "head"))
+        check_headroom(headroom)
+        check_output("--out", out)
         if dump is not None:
             observer, model, source = observe_dump(dump), "", dump.name
         else:
             observer = observe_demo_model(
-                tokens, _pick_device(device), lambda done: typer.echo(f"{done} of {tokens} tokens", err=True), context
+                tokens, pick_device(device), lambda done: typer.echo(f"{done} of {tokens} tokens", err=True), context
             )
             model, source = "SmolLM2-135M-Instruct", "pydoc topics, calibration part"
         file = ScalesFile.of(observer, per_channel=per == "channel", headroom=headroom, model=model, source=source)
@@ -264,9 +165,11 @@ def calibrate(
 @app.command()
 def accuracy(
     k_format: Annotated[str | None, typer.Option(help="K's format; without it the whole study runs.")] = None,
-    v_format: Annotated[str | None, typer.Option(help="V's format, if not K's.")] = None,
-    per: Annotated[str, typer.Option(help="tensor, head or channel: what shares a descale.")] = "head",
-    q_mode: Annotated[str, typer.Option(help="bf16 or fp8: what Q is.")] = "bf16",
+    v_format: Annotated[str | None, typer.Option(help="With --k-format: V's format, if it is not K's.")] = None,
+    per: Annotated[
+        str | None, typer.Option(help="With --k-format: tensor, head (the default) or channel, what shares a descale.")
+    ] = None,
+    q_mode: Annotated[str | None, typer.Option(help="With --k-format: bf16 (the default) or fp8, what Q is.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens evaluated.")] = 8192,
     context: Annotated[int, typer.Option(min=8, help="Tokens of a text: the longest context.")] = 2048,
     scales: Annotated[Path | None, typer.Option(help="A scales file, instead of calibrating first.")] = None,
@@ -276,27 +179,32 @@ def accuracy(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """What KV formats cost in quality: SmolLM2 over English text, against the bf16 cache."""
-    with _user_errors():
+    with user_errors():
         from rich.console import Console
 
         from mjolnir.accuracy.report import describe, render
         from mjolnir.accuracy.setting import STUDY, Setting
         from mjolnir.accuracy.study import Options, run_study
+        from mjolnir.calibration.scales import GRANULARITIES
+        from mjolnir.checks import check_choice
 
-        if k_format is None and v_format is not None:
-            raise ValueError(f"v_format is {v_format!r} without a k_format: give both, or neither for the whole study")
-        settings = STUDY if k_format is None else (Setting(k_format, v_format or k_format, per, q_mode),)
+        if k_format is None:
+            refuse_without("--k-format", {"--v-format": v_format, "--per": per, "--q-mode": q_mode})
+            settings: tuple[Setting, ...] = STUDY
+        else:
+            per = check_choice("--per", per or "head", GRANULARITIES)
+            settings = (Setting(k_format, v_format or k_format, per, q_mode or "bf16"),)
+        check_output("--json", json_path)
         options = Options(settings, tokens, context, calibration_tokens, headroom, scales)
         study = run_study(
             options,
-            _pick_device(device),
+            pick_device(device),
             progress=lambda text: typer.echo(text, err=True),
             on_result=lambda result: typer.echo(describe(result), err=True),
         )
         console = Console()
         (console if console.is_terminal else Console(width=140)).print(render(study))
         if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(study.to_json(), encoding="utf-8")
 
 
@@ -305,24 +213,30 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Also what vLLM would use, and why not.")] = False,
     model: Annotated[
-        Path | None, typer.Option(help="With --vllm: a folder with config.json, whose layers are listed.")
+        Path | None, typer.Option(help="Implies --vllm: a folder with config.json, whose layers are listed.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="With --model, as vllm serve takes it.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="With --model: ranks.")] = 1,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="With --model: dtype of the KV cache as vllm serve takes it, auto without it.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="With --model: number of ranks, 1 without it.")
+    ] = None,
 ) -> None:
     """Versions, device, backend in use and why, kernel cache and environment knobs."""
-    with _user_errors():
+    with user_errors():
         from rich.console import Console
 
         from mjolnir.doctor import collect, render
 
+        if model is None:
+            refuse_without("--model", {"--kv-cache-dtype": kv_cache_dtype, "--tensor-parallel": tensor_parallel})
         report = collect()
         if vllm or model is not None:
             from mjolnir.integrations.vllm.doctor import describe
 
             report["vLLM"] = describe(
-                report["backend"]["name"], report["backend"]["reason"], model=model, kv_cache_dtype=kv_cache_dtype,
-                tensor_parallel=tensor_parallel,
+                report["backend"]["name"], report["backend"]["reason"], model=model,
+                kv_cache_dtype=kv_cache_dtype or "auto", tensor_parallel=tensor_parallel or 1,
             )  # fmt: skip
         if as_json:
             json.dump(report, sys.stdout, indent=2)

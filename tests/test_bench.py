@@ -630,9 +630,9 @@ def test_a_run_that_was_cut_goes_on(fake_run, tmp_path):
 
 
 def test_a_run_with_peers_needs_their_folder(fake_run, tmp_path):
-    with pytest.raises(ValueError, match="peers need a folder, and a folder peers"):
+    with pytest.raises(ValueError, match="--peer needs --peers DIR, the folder that has fa3"):
         command.run_bench(Options("quick", peers=("fa3",)))
-    with pytest.raises(ValueError, match="skip_done needs json_path"):
+    with pytest.raises(ValueError, match="--skip-done needs --json FILE"):
         command.run_bench(Options("quick"), skip_done=True)
     assert not fake_run
 
@@ -660,6 +660,10 @@ def test_bench_refuses_without_a_gpu(tmp_path):
         (("--suite", "huge"), "suite must be one of quick, core, full, lowbit, got 'huge'"),
         (("--data", "easy"), "data must be one of 'normal', 'hard', got 'easy'"),
         (("--shape", "d512"), "'d512' is in none of"),
+        (("--peer", "fa3"), "--peer needs --peers DIR, the folder that has fa3"),
+        (("--skip-done",), "--skip-done needs --json FILE, the file whose rows it keeps"),
+        (("--json", "/"), "--json must name a file, got the folder /"),
+        (("--kv-stages", "0"), "'--kv-stages'"),
     ],
 )
 def test_bench_refuses(args, message):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import mjolnir
-from mjolnir import catalogue, cli, doctor
+from mjolnir import catalogue, cli, cli_support, doctor
 from mjolnir.backends import KERNEL_ARCHS
 from mjolnir.compiler import CompileResult
 from mjolnir.formats import FORMATS
@@ -29,6 +32,83 @@ def test_version_and_help():
     result = invoke("--help")
     assert result.exit_code == 0
     assert all(command in result.output for command in ("demo", "compile", "doctor"))
+
+
+def test_every_option_has_a_help_text():
+    commands = typer.main.get_command(cli.app).commands
+    assert {"demo", "compile", "bench", "bench-writes", "verify", "calibrate", "accuracy", "doctor"} == commands.keys()
+    bare = [f"{name} {option.name}" for name, command in commands.items() for option in command.params
+            if not (option.help or "").strip()]  # fmt: skip
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("bench", "--suite", "quick", "--json"),
+        ("bench-writes", "--json"),
+        ("verify", "--device", "cpu", "--json"),
+        ("accuracy", "--device", "cpu", "--json"),
+        ("calibrate", "--device", "cpu", "--out"),
+    ],
+)
+def test_files_that_cannot_be_written_are_said_before_the_work(monkeypatch, tmp_path, args):
+    for work in (
+        "bench.command.run_bench", "bench.writes.run_write_bench", "verify.main.run_verify", "accuracy.study.run_study",
+        "calibration.calibrate.observe_demo_model",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"mjolnir.{work}", lambda *_, **__: pytest.fail("the work began"))
+    result = invoke(*args, str(tmp_path))
+    assert (result.exit_code, result.stderr) == (2, f"error: {args[-1]} must name a file, got the folder {tmp_path}\n")
+    (tmp_path / "file").touch()
+    result = invoke(*args, str(tmp_path / "file" / "out.json"))
+    assert result.exit_code == 2 and str(tmp_path / "file") in result.stderr
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who can write anywhere
+    result = invoke(*args, str(tmp_path / "out.json"))
+    assert (result.exit_code, result.stderr) == (2, f"error: {args[-1]}: cannot write to {tmp_path / 'out.json'}\n")
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_alone(tmp_path):
+    path = tmp_path / "new" / "out.json"
+    cli_support.check_output("--json", path)
+    assert path.parent.is_dir() and not path.exists()
+    path.write_text("kept")
+    cli_support.check_output("--json", path)
+    cli_support.check_output("--json", None)
+    assert path.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("accuracy", "--v-format", "fp8"), "--v-format needs --k-format"),
+        (("accuracy", "--per", "channel"), "--per needs --k-format"),
+        (("accuracy", "--q-mode", "fp8"), "--q-mode needs --k-format"),
+        (("accuracy", "--k-format", "fp8", "--per", "x"), "--per must be one of 'tensor', 'head', 'channel', got 'x'"),
+        (("accuracy", "--headroom", "nan"), "headroom must be a positive factor that fits fp32, got nan"),
+        (("calibrate", "--per", "x"), "--per must be one of 'channel', 'head', got 'x'"),
+        (("calibrate", "--headroom", "0"), "headroom must be a positive factor that fits fp32, got 0.0"),
+        (("calibrate", "--headroom", "-1"), "headroom must be a positive factor that fits fp32, got -1.0"),
+        (("doctor", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype needs --model"),
+        (("doctor", "--vllm", "--tensor-parallel", "2"), "--tensor-parallel needs --model"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_the_work(monkeypatch, tmp_path, args, message):
+    monkeypatch.chdir(tmp_path)
+    for work in ("accuracy.study.run_study", "calibration.calibrate.observe_demo_model", "doctor.collect"):
+        monkeypatch.setattr(f"mjolnir.{work}", lambda *_, **__: pytest.fail("the work began"))
+    result = invoke(*args)
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(Path(mjolnir.__file__).parents[1])}
+    command = [sys.executable, "-c", "import mjolnir.cli; mjolnir.cli.app()", "compile", "--list"]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (1, "")
 
 
 def test_help_loads_neither_torch_nor_numpy():

@@ -11,6 +11,7 @@ measure.py  a case measured; a suite run
 results.py  rows and reports, checked, as JSON
 report.py   the table
 command.py  from options to a report
+cli.py      the commands
 
 benchmarks/README.md describes the method.
 """

@@ -86,10 +86,10 @@ def run_bench(
     """
     start = time.monotonic()
     shapes = options.shapes()
-    if bool(options.peers) != (peers_folder is not None):
-        raise ValueError(f"peers need a folder, and a folder peers, got {options.peers} and {peers_folder}")
+    if options.peers and peers_folder is None:
+        raise ValueError(f"--peer needs --peers DIR, the folder that has {', '.join(options.peers)}")
     if skip_done and json_path is None:
-        raise ValueError("skip_done needs json_path, the file of the rows that are done")
+        raise ValueError("--skip-done needs --json FILE, the file whose rows it keeps")
     if not torch.cuda.is_available():
         raise ValueError("bench needs a CUDA device, and torch.cuda.is_available() is False: see `mjolnir doctor`")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -72,7 +72,7 @@ def run_verify(
     """
     device, console = torch.device(device), console or Console()
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the last case
+        json_path.parent.mkdir(parents=True, exist_ok=True)  # where it cannot be made, fails before the first case
     todo = list(cases(quick) if matrix is None else matrix)
     rows = []
     with console.status("") as status:
