@@ -38,6 +38,9 @@ SHOWN = (
 )
 """(heads, KV heads, batch, q_len) of the README's table."""
 
+LOW_BIT = ("e2m3", "nvfp4")
+LAYOUTS = {"HND": "head-major", "NHD": "token-major"}
+
 REGION = re.compile(r"(<!-- (table|num): ([\w.-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?(?:table|num)\b")
 
@@ -101,7 +104,7 @@ def decode_all_table(report: Report) -> str:
 
 def gates_table(report: Report) -> str:
     return _table(
-        ("over all rows of normal data", "rows", "measured", "must be"),
+        ("normal data, formats of 8 and 16 bits, balanced splits", "rows", "measured", "must be"),
         (
             [gate.what, str(gate.rows), "–" if gate.value is None else f"{gate.value:.3f}", _bound(gate)]
             for gate in gates(report.rows)
@@ -133,6 +136,24 @@ def fixed_splits_table(report: Report) -> str:
             ]
             for row, other in pairs
         ),
+        _origin(report.header),
+    )
+
+
+def low_bit_table(report: Report) -> str:
+    """Times of e2m3 and nvfp4 against fp8's over the same shape."""
+    changes = {
+        (_heads(row), _batch(row), row.layout, row.kv_format): change for row, change in _low_bit_changes(report)
+    }
+    shapes = dict.fromkeys(key[:2] for key in changes)
+    columns = [(layout, kv_format) for layout in LAYOUTS for kv_format in LOW_BIT]
+
+    def percent(change: float | None) -> str:
+        return "–" if change is None else f"{change:+.0f} %" if round(change) else "0 %"
+
+    return _table(
+        ("heads", "batch × length", *(f"{kv_format}, {LAYOUTS[layout]}" for layout, kv_format in columns)),
+        ([*shape, *(percent(changes.get((*shape, *column))) for column in columns)] for shape in shapes),
         _origin(report.header),
     )
 
@@ -381,6 +402,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode-all": ("decode.json", decode_all_table),
     "fixed-splits": ("decode.json", fixed_splits_table),
     "gates": ("decode.json", gates_table),
+    "low-bit": ("decode.json", low_bit_table),
     "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
     "write": ("write.json", write_table),
@@ -399,6 +421,16 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode.worst": ("decode.json", lambda report: f"{max(_ratios(report)):.2f}"),
     "decode.best-tb-s": ("decode.json", lambda report: f"{max(row.tb_s for row in report.rows):.2f}"),
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
+    "decode.small-pages": ("decode.json", lambda report: _slower(report, page_size=16)),
+    "decode.token-major": ("decode.json", lambda report: _slower(report, than={"layout": "HND"})),
+    "decode.joined-heads-us": ("decode.json", lambda report: f"{_shape(report, '1x8K', head_dim=64).us:.1f}"),
+    "decode.joined-tokens-us": (
+        "decode.json",
+        lambda report: f"{_shape(report, '1x8K', head_dim=64, layout='HND').us:.1f}",
+    ),
+    "low-bit.long-least": ("decode.json", lambda report: f"{min(_low_bit_gains(report)):.0f}"),
+    "low-bit.long-most": ("decode.json", lambda report: f"{max(_low_bit_gains(report)):.0f}"),
+    "write.us": ("write.json", lambda record: ", ".join(f"{us:.1f}" for us in _write_us(record))),
     "verify.cases": ("verify.json", lambda record: str(len(record["rows"]))),
     "development.gpu-tests": ("development.json", lambda record: str(record["tests"]["passed"])),
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
@@ -420,6 +452,51 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vllm.triton-most": ("vllm.json", lambda record: f"{max(_vllm_gains(record, 'TRITON_ATTN')):.0f}"),
     "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
 }
+
+
+def _shape(report: Report, batch: str, **changes: Any) -> Row:
+    """A row of 32/8 heads over fp8, in the setting of ``decode_table`` but for ``changes``."""
+    wanted = {
+        "heads_q": 32, "heads_kv": 8, "batch": batch, "head_dim": 128, "page_size": 64, "layout": "NHD",
+        "kv_format": "fp8", "q_len": 1, "data": "normal", "fixed_split": 0, **changes,
+    }  # fmt: skip
+    return next(row for row in report.rows if all(getattr(row, name) == value for name, value in wanted.items()))
+
+
+def _slower(report: Report, than: dict[str, Any] | None = None, **changes: Any) -> str:
+    """How much longer, in percent, 64 x 8K takes with ``changes`` than with ``than`` instead."""
+    return f"{100 * (_shape(report, '64x8K', **changes).us / _shape(report, '64x8K', **(than or {})).us - 1):.0f}"
+
+
+def _low_bit_changes(report: Report) -> list[tuple[Row, float]]:
+    """Rows of e2m3 and nvfp4 (d = 128, pages of 64, one query token), and their time less fp8's in percent of it."""
+    rows = [
+        row
+        for row in report.rows
+        if (row.head_dim, row.page_size, row.q_len, row.data, row.fixed_split) == (128, 64, 1, "normal", 0)
+    ]
+    fp8 = {(_heads(row), row.batch, row.layout): row.us for row in rows if row.kv_format == "fp8"}
+    return [
+        (row, 100 * (row.us / fp8[shape] - 1))
+        for row in rows
+        if row.kv_format in LOW_BIT and (shape := (_heads(row), row.batch, row.layout)) in fp8
+    ]
+
+
+def _low_bit_gains(report: Report) -> list[float]:
+    """Percent less time than fp8's, head-major, where every sequence has 8K tokens or more and all have 128K."""
+    return [
+        -change
+        for row, change in _low_bit_changes(report)
+        if row.layout == "HND" and min(row.lens) >= 8 * 1024 and sum(row.lens) >= 128 * 1024
+    ]
+
+
+def _write_us(record: dict[str, Any]) -> list[float]:
+    """Of the largest writes: fp8, e2m3 and nvfp4 in both K and V."""
+    rows = {(row["formats"], row["tokens"]): row["us"] for row in record["rows"] if row["what"] == "write"}
+    most = max(tokens for _, tokens in rows)
+    return [float(rows[f"{name} K, {name} V", most]) for name in ("fp8", *LOW_BIT)]
 
 
 def _round_us(record: dict[str, Any]) -> float:
