@@ -2,7 +2,7 @@
 
 The decode kernel multiplies in f16 or bf16, and both hold every e4m3 value. So the quantised query stays 16 bits wide,
 the descale goes into K's, and the kernel is the same one: Hopper's ``mma.sync`` has nothing to gain from 8-bit Q
-(docs/design.md, section 3). What it is for, and when it pays, is in docs/accuracy.md.
+(docs/design.md, section 3). What it is for, and when it pays, is in docs/writers.md.
 """
 
 from __future__ import annotations

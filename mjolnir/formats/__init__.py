@@ -1,6 +1,7 @@
-"""KV-cache formats by name. A new format is a module here, a line below, and the kernel's unpack.
+"""KV-cache formats by name.
 
-docs/formats.md says what each of them stores, bit by bit.
+docs/formats.md says what each of them stores, bit by bit, and what a new one takes: a module here, a name in FORMATS,
+its branches in in_triton/, a class in kernels/unpack.py, and its place in the catalogue, the checks and the benchmarks.
 """
 
 from __future__ import annotations
