@@ -27,15 +27,28 @@ cache, Q times q_mul is split in two terms. fp8_e5m2, which engines hardly use, 
 LOW_BIT = ("e2m3", "nvfp4")
 """Formats whose kernels without the merge of splits, for max_splits = 1, are left to demand too."""
 
-JOINED = {("fp8", 64): ("tokens", "heads"), ("nvfp4", 128): ("tokens",)}
+JOINED = {
+    ("fp8", 64): ("tokens", "heads"),
+    ("fp8", 128): ("panels",),
+    ("e2m3", 64): ("panels",),
+    ("e2m3", 128): ("panels",),
+    ("nvfp4", 64): ("panels",),
+    ("nvfp4", 128): ("tokens", "panels"),
+    ("nvfp4", 256): ("panels",),
+    ("bf16", 64): ("panels",),
+    ("fp16", 64): ("panels",),
+}
 """What runners that know their caches' layout join, per KV format and head size."""
+
+PANEL_ROWS = 16
+"""The only row class of heads that are panels: 8 of each."""
 
 _FORMAT = "|".join(FORMATS)
 _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
     r"_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
     rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
-    r"(?:_(?P<joined>tokens|heads))?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
+    r"(?:_(?P<joined>tokens|heads|panels))?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
 )
 
 
@@ -48,6 +61,7 @@ def all_variants(arch: str) -> list[Variant]:
             QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True,) if kv_format in LOW_BIT else (True, False)
         )
         for joined in ("", *JOINED.get((kv_format, head_size), ()))
+        if joined != "panels" or rows == PANEL_ROWS
     ]
 
 

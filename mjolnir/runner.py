@@ -77,10 +77,11 @@ class DecodeRunner:
             (mjolnir/query_fp8.py).
         kv_format: "fp8" (e4m3), "fp8_e5m2", "e2m3", "nvfp4", "bf16" or "fp16"; docs/formats.md says what they store.
         v_format: V's format where it is not K's.
-        kv_layout: a promise about the caches' strides within a page, which lets rows of 64 bytes be read two at a time:
-            "HND", neighbouring tokens of a head lie side by side (the token stride is the bytes of a row); "NHD",
-            neighbouring heads of a token do (the head stride is). None: no promise. ``run`` refuses caches that break
-            it. Where heads are read two at a time a NaN or Inf in K of one is in the results of both.
+        kv_layout: a promise about the caches' strides within a page, which lets neighbouring rows be read together
+            where they are short: "HND", neighbouring tokens of a head lie side by side (the token stride is the bytes
+            of a row); "NHD", neighbouring heads of a token do (the head stride is), and heads are joined by runners
+            for many sequences. None: no promise. ``run`` refuses caches that break it. Where heads of 64 bytes are
+            joined a NaN or Inf in K of one is in the results of both.
         ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
             one thread block. None: tuned.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
@@ -161,6 +162,7 @@ class DecodeRunner:
         self._shape = RunnerShape(
             self.num_heads, self.num_kv_heads, self.head_size, self.page_size, self.out_dtype, self.kv_format.name,
             self.v_format.name, check_choice("kv_layout", kv_layout, (None, *KV_LAYOUTS)),
+            self.max_num_seqs,
         )  # fmt: skip
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._quantiser: QueryQuantiser | None = None

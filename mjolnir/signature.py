@@ -30,6 +30,15 @@ NARROW_BYTES = 64
 keep up with the memory: 64 x 8K took 152 us head-major and 214 us token-major, and its floor is 117."""
 
 
+PANEL_BYTES = 128
+"""Rows of up to so many bytes are read together with the neighbouring head's, which lie beside them in NHD pages.
+Memory delivers 256 bytes in a row sooner than twice 128, and of 96 or 64 much that another CTA asks for again."""
+
+MANY_ITEMS = {"heads": 128, "panels": 256}
+"""Items, a sequence's KV head each, from which heads are joined: with fewer, all of them are needed to divide. 16 x 8K
+on 8 heads took 63.4 us alone and 64.9 as panels, 64 x 8K 248 and 242; d 64, 1 x 8K 7.1 alone and 8.5 as one row."""
+
+
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function of as many tensors that says whether they have the dtypes, devices, shapes and strides of these: one
     call of what torch.compile guards its inputs with, 0.8 µs for eight, whose ``layout_key`` takes 5.
@@ -71,6 +80,7 @@ class RunnerShape:
     kv_format: str  # of K, and of V unless v_format says another
     v_format: str | None = None
     kv_layout: str | None = None  # one of KV_LAYOUTS
+    max_num_seqs: int = 1
 
     @property
     def group(self) -> int:
@@ -78,15 +88,20 @@ class RunnerShape:
         return self.num_heads // self.num_kv_heads
 
     def joined(self, q_len: int) -> str:
-        """What the kernel of a q_len joins, see ``Variant.joined``. Joined heads have twice the q rows and twice the
-        head size, and block scales are not joined."""
-        formats = get_format(self.kv_format), get_format(self.v_format or self.kv_format)
-        if any(fmt.row_bytes(self.head_size) != NARROW_BYTES for fmt in formats):
-            return ""
-        if self.kv_layout == "HND":
+        """What the kernel of a q_len joins, see ``Variant.joined``."""
+        formats = [get_format(self.kv_format), get_format(self.v_format or self.kv_format)]
+        row_bytes, rows = [fmt.row_bytes(self.head_size) for fmt in formats], q_len * self.group
+        narrow = all(size == NARROW_BYTES for size in row_bytes)
+        if self.kv_layout == "HND" and narrow:
             return "tokens"
-        fits = 2 * q_len * self.group <= MAX_ROWS and self.num_kv_heads > 1 and not any(fmt.block for fmt in formats)
-        return "heads" if self.kv_layout == "NHD" and fits else ""
+        if self.kv_layout != "NHD" or self.num_kv_heads == 1:
+            return ""
+        if narrow and not any(fmt.block for fmt in formats):
+            joined, fits = "heads", 2 * rows <= MAX_ROWS
+        else:
+            # 16 rows of a head take its warps longer than memory does: 96/8, 64 x 8K took 260 us alone and 283 so.
+            joined, fits = "panels", rows <= 8 and all(size <= PANEL_BYTES for size in row_bytes)
+        return joined if fits and self.max_num_seqs * self.num_kv_heads >= MANY_ITEMS[joined] else ""
 
 
 @dataclasses.dataclass(frozen=True)

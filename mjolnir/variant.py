@@ -28,7 +28,7 @@ class Variant:
     stages: int = 0  # ring depth; 0: the kernel's own choice
     ctas_per_sm: int = 0  # 0: the kernel's own choice
     v_format: str = ""  # "": V has K's format
-    joined: str = ""  # "tokens" or "heads": neighbours that the TMA reads as one row of 128 bytes
+    joined: str = ""  # "tokens", "heads" or "panels": neighbours that are read together, see geometry.py and heads.py
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from helpers import Problem, make_paged_cache, make_query, make_scale
 
-from mjolnir import DecodeRunner
+from mjolnir import DecodeRunner, catalogue
 from mjolnir.backends.cute import kernel_variant
 from mjolnir.signature import DTYPE_NAMES
 from mjolnir.tuning import Tuning
@@ -32,6 +32,9 @@ LOW_BIT = ("e2m3", "nvfp4")
 MIXED = (("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "fp8"))
 
 JOINED = ("tokens", "heads")
+PANELS = tuple(kind for kind, joined in catalogue.JOINED.items() if "panels" in joined and kind[0] != "fp16")
+MANY_SEQS = 256
+"""Sequences for which a runner joins heads, however few KV heads there are."""
 
 GPU_VARIANTS = (
     *(Variant(ARCH, "fp8", "bf16", "fp16", d, rows) for d, rows in _FP8),
@@ -60,6 +63,10 @@ GPU_VARIANTS = (
     *(Variant(ARCH, "fp8", "bf16", "bf16", 64, 8, joined=joined) for joined in JOINED),
     *(Variant(ARCH, "fp8", "bf16", "fp16", 64, 8, split=False, joined=joined) for joined in JOINED),
     *(Variant(ARCH, "nvfp4", "bf16", "fp16", 128, rows, joined="tokens") for rows in ROW_CLASSES),
+    *(Variant(ARCH, fmt, "bf16", "fp16", d, 16, joined="panels") for fmt, d in PANELS),
+    Variant(ARCH, "fp8", "bf16", "bf16", 128, 16, joined="panels"),
+    Variant(ARCH, "fp8", "bf16", "fp16", 128, 16, split=False, joined="panels"),
+    Variant(ARCH, "fp8", "bf16", "fp16", 128, 16, v_format="nvfp4", joined="panels"),
 )
 
 
@@ -129,7 +136,7 @@ def make_runner(
         head_size=head_size,
         page_size=page_size,
         out_dtype=out_dtype,
-        max_num_seqs=max_num_seqs or max(1, problem.num_seqs),
+        max_num_seqs=max_num_seqs or (MANY_SEQS if kv_layout else max(1, problem.num_seqs)),
         max_q_len=problem.q_len,
         q_mode=q_mode,
         kv_format=problem.cache.fmt.name,

@@ -207,8 +207,10 @@ def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
     assert {variant.kv_format for variant in variants if variant.q_split} == {"bf16"}
     # fp8 with two dtypes, fp16, bf16 with q_split or not; each: 3 head sizes · 4 row classes · split or not
     # e2m3 and nvfp4 with two dtypes, split
-    # joined: fp8 of head size 64, tokens or heads; nvfp4 of 128, tokens
-    assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2 + 2 * 2 * 3 * 4 + 2 * 2 * 4 * 2 + 2 * 4
+    # joined: fp8 of head size 64, tokens or heads; nvfp4 of 128, tokens; panels of one row class: fp8, with and without
+    # split, two e2m3, three nvfp4; bf16 with three queries, and fp16, of 64
+    panels = 2 * 2 + 2 * (2 + 3) + (2 + 1) * 2
+    assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2 + 2 * 2 * 3 * 4 + 2 * 2 * 4 * 2 + 2 * 4 + panels
     assert Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8) in variants
 
 
@@ -227,7 +229,7 @@ def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
         stages=st.integers(0, 64),
         ctas_per_sm=st.integers(0, 4),
         v_format=st.sampled_from(["", *sorted(FORMATS)]),
-        joined=st.sampled_from(["", "tokens", "heads"]),
+        joined=st.sampled_from(["", "tokens", "heads", "panels"]),
     )
 )
 def test_a_full_name_names_any_variant(variant):
@@ -240,7 +242,7 @@ def test_a_full_name_names_any_variant(variant):
 def test_a_full_name_is_of_the_arch_that_is_asked_for():
     name = "decode_sm_90a_fp8_qbf16_obf16_d128_r8_s8"
     assert [v.stages for v in catalogue.select(catalogue.all_variants("sm_90a"), [name, name])] == [8]
-    with pytest.raises(ValueError, match="names none of the 208 variants"):
+    with pytest.raises(ValueError, match="names none of the 228 variants"):
         catalogue.select(catalogue.all_variants("sm_100a"), [name])
 
 

@@ -1,5 +1,5 @@
-"""Two KV heads as one, of which each q row has its own half: what becomes of Q, and what is written of O and LSE. The
-kernel's own text, in NumPy."""
+"""Two KV heads that are joined, as one row or side by side, where each q row has a head of its own: what becomes of Q,
+and what is written of O and LSE. The kernel's own text, in NumPy."""
 
 from __future__ import annotations
 
@@ -29,44 +29,60 @@ from mjolnir.kernels.softmax import P_BIAS
 from mjolnir.kernels.tile import TileMath
 from mjolnir.variant import Variant, rows_class
 
-D, SEQ, SEQS = 64, 1, 3
-SHAPES = [(8, 2, 1), (9, 3, 1), (9, 3, 2), (5, 5, 3), (16, 2, 1), (24, 3, 2)]  # query heads, KV heads, q_len
+SEQ, SEQS = 1, 3
+Shape = tuple[str, int, int, int, int]
+SHAPES: list[Shape] = [  # what is joined, head size, query heads, KV heads, q_len
+    *(("heads", 64, *sizes) for sizes in ((8, 2, 1), (9, 3, 1), (9, 3, 2), (5, 5, 3), (16, 2, 1), (24, 3, 2))),
+    *(("panels", 128, *sizes) for sizes in ((8, 2, 1), (9, 3, 1), (9, 3, 2), (5, 5, 3), (16, 2, 1), (8, 2, 2))),
+]
 
 
-def make(num_heads: int, kv_heads: int, q_len: int) -> tuple[Geometry, Variant, SimpleNamespace]:
+def make(joined: str, d: int, num_heads: int, kv_heads: int, q_len: int) -> tuple[Geometry, Variant, SimpleNamespace]:
     """The kernel of a shape, and its arguments but for addresses."""
-    group = 2 * num_heads // kv_heads
-    variant = Variant("sm_90a", "fp8", "bf16", "fp16", D, rows_class(q_len * group), joined="heads")
+    group = num_heads // kv_heads * (2 if joined == "heads" else 1)
+    rows = 16 if joined == "panels" else rows_class(q_len * group)
+    variant = Variant("sm_90a", "fp8", "bf16", "fp16", d, rows, joined=joined)
     args = SimpleNamespace(
         q_len=q_len, group=group, num_kv_heads=-(-kv_heads // 2), real_kv_heads=kv_heads, softmax_scale=0.25,
-        q_token_stride=num_heads * D + 16, q_head_stride=D, out_token_stride=num_heads * D, out_head_stride=D,
+        q_token_stride=num_heads * d + 16, q_head_stride=d, out_token_stride=num_heads * d, out_head_stride=d,
         lse_token_stride=num_heads, k_scale_seq_stride=kv_heads, k_scale_head_stride=1, v_scale_seq_stride=kv_heads,
         v_scale_head_stride=1,
     )  # fmt: skip
     return Geometry.of(variant), variant, args
 
 
-def own_head(args: SimpleNamespace, pair: int, row: int) -> tuple[int, int, int] | None:
+def own_head(joined: str, args: SimpleNamespace, pair: int, row: int) -> tuple[int, int, int] | None:
     """(token of the sequence, query head, KV head) of a q row; None of a dead one."""
-    token, head = divmod(row, args.group)
-    head += pair * args.group
-    kv_head = head // (args.group // 2)
+    if joined == "panels":
+        kv_head, row = 2 * pair + row // 8, row % 8
+        token, head = row // args.group, kv_head * args.group + row % args.group
+    else:
+        token, head = divmod(row, args.group)
+        head += pair * args.group
+        kv_head = head // (args.group // 2)
     return None if token >= args.q_len or kv_head >= args.real_kv_heads else (token, head, kv_head)
 
 
 def test_the_geometry_is_that_of_twice_the_head_size() -> None:
-    joined, variant, _ = make(8, 2, 1)
-    double = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 2 * D, variant.rows))
+    joined, variant, _ = make("heads", 64, 8, 2, 1)
+    double = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, variant.rows))
     assert joined.k == double.k and joined.smem_bytes == double.smem_bytes and joined.partial_floats == 8 * 130
+
+
+def test_side_by_side_a_stage_holds_two_tiles() -> None:
+    """Of 64 tokens each, like that of a head alone, in half as many stages."""
+    panels, _, _ = make("panels", 128, 8, 2, 1)
+    alone = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, 8))
+    assert (panels.tile, panels.stage_bytes, panels.v_in_stage) == (64, 2 * alone.stage_bytes, 2 * 64 * 128)
+    assert (panels.stages, panels.kv_groups, panels.row_groups, panels.rows_per_warp) == (2, 2, 2, 8)
+    assert (panels.k, panels.v, panels.head_size) == (alone.k, alone.v, 128)
 
 
 @pytest.mark.parametrize("factors", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scores_are_of_a_rows_own_head(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], factors: bool
-) -> None:
+def test_scores_are_of_a_rows_own_head(monkeypatch: pytest.MonkeyPatch, shape: Shape, factors: bool) -> None:
     """Exactly: nothing of the other head shows in them. Those of dead rows are 0."""
-    num_heads, kv_heads, _ = shape
+    joined, D, num_heads, kv_heads, _ = shape  # noqa: N806
     geo, variant, args = make(*shape)
     gen = torch.Generator().manual_seed(num_heads)
     warp = Warp(geo.smem_bytes)
@@ -99,13 +115,15 @@ def test_scores_are_of_a_rows_own_head(
         keys = np.zeros((geo.tile, 2, D))
         for half in range(min(2, kv_heads - 2 * pair)):
             codes[:, half * D : (half + 1) * D], _, keys[:, half] = random_rows(fmt, geo.tile, D, gen)
-        lay_out(warp.smem, 0, geo.k, codes)
+        k_tile = row_group * geo.tile * D if joined == "panels" else 0
+        for side in range(geo.sides):
+            lay_out(warp.smem, side * geo.tile * D, geo.k, codes[:, side * D :] if joined == "panels" else codes)
         row0, frags = row_group * geo.rows_per_warp, geo.q_offset + LANE * 16
         mult = read_q(stand_in, args, frags, SEQ, pair, row0, G, T)
-        scores = stand_in.math.scores(0, geo.scales_offset, frags, G, T)
+        scores = stand_in.math.scores(k_tile, geo.scales_offset, frags, G, T)
         for n, e, lane in itertools.product(range(geo.row_tiles), range(2), range(32)):
             row = row0 + n * 8 + 2 * T[lane] + e
-            own = own_head(args, pair, row)
+            own = own_head(joined, args, pair, row)
             for i in range(geo.tile // 8):
                 s = scores[n][2 * i + e][lane]
                 if own is None:
@@ -119,17 +137,15 @@ def test_scores_are_of_a_rows_own_head(
 
 @pytest.mark.parametrize("paired", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_element_is_written_once(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], paired: int
-) -> None:
+def test_every_element_is_written_once(monkeypatch: pytest.MonkeyPatch, shape: Shape, paired: int) -> None:
     """By the threads of one CTA, or of both halves: O of a row's own head, with that head's V descale and factors, and
     its LSE."""
-    num_heads, kv_heads, _ = shape
+    joined, D, num_heads, kv_heads, _ = shape  # noqa: N806
     geo, variant, args = make(*shape)
     if paired > geo.halves - 1:
         pytest.skip("halves are of CTAs with one row group")
     values = np.random.default_rng(0)
-    o = values.normal(size=(geo.rows, 2 * D))
+    o = values.normal(size=(geo.rows, geo.head_size))
     l, m = values.uniform(1, 9, (2, geo.rows))  # noqa: E741
     v_scale, o_mul = values.uniform(1, 2, (SEQS, kv_heads)), values.uniform(1, 2, (num_heads, D))
     args.out, args.lse, args.v_scale, args.o_mul = 0, 1 << 40, 1 << 41, 1 << 42
@@ -152,6 +168,7 @@ def test_every_element_is_written_once(
     }.items():
         monkeypatch.setattr(ptx, name, stand_in)
     monkeypatch.setattr(heads, "Int32", int)
+    monkeypatch.setattr(epilogue, "Int32", int)
     monkeypatch.setattr(epilogue, "Int64", int)
     monkeypatch.setattr(epilogue, "cutlass", SimpleNamespace(min=min))
     finish_row, write_row = (jit_method(Epilogue, name) for name in ("finish_row", "write_row"))
@@ -160,18 +177,19 @@ def test_every_element_is_written_once(
     for pair, thread in itertools.product(range(args.num_kv_heads), threads):  # noqa: B007, read by thread_index
         epi: Any = Epilogue(variant, geo, args, 0, SEQ, pair, paired)  # type: ignore[arg-type]
         epi.write_row = lambda *a, epi=epi: write_row(epi, *a)
-        v_factor = epi.v_factor()
-        for row in range(epi.first_row, args.q_len * args.group, epi.row_step):
+        v_factors = epi.v_factors()
+        for i in range(epi.first_row, epi.live_rows, epi.row_step):
+            row = epi.row_at(i)
             part = [m[row], l[row], *o[row, epi.element : epi.element + 4]]
-            finish_row(epi, row, part, 0.5, v_factor)
+            finish_row(epi, row, part, 0.5, v_factors)
 
     expected: dict[int, float] = {}
     for pair, row in itertools.product(range(args.num_kv_heads), range(geo.rows)):
-        if (own := own_head(args, pair, row)) is not None:
+        if (own := own_head(joined, args, pair, row)) is not None:
             token, head, kv_head = own
             at = (SEQ * args.q_len + token) * num_heads + head
             expected[args.lse + at] = (m[row] * 0.5 + math.log2(l[row]) - P_BIAS) * LN_2
-            half = o[row, kv_head % 2 * D :][:D] / l[row] * v_scale[SEQ, kv_head] * o_mul[head]
+            half = o[row, kv_head % 2 * (geo.head_size - D) :][:D] / l[row] * v_scale[SEQ, kv_head] * o_mul[head]
             expected |= {at * D + i: x for i, x in enumerate(half)}
     assert len(expected) == args.q_len * num_heads * (D + 1)
     assert stored == pytest.approx(expected, rel=1e-12)

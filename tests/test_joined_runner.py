@@ -1,4 +1,4 @@
-"""Rows of 64 bytes that are read two at a time, tokens or heads: a runner with a promise about its caches' layout
+"""Neighbours that are read together, tokens or heads: a runner with a promise about its caches' layout
 against the fp64 oracle, on the reference backend and, on a GPU machine, on the compiled kernel."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from helpers import SCALE_KINDS, Problem, make_scale
 from running import (
     EDGES,
+    PANELS,
     assert_decodes,
     assert_oracle,
     launch,
@@ -25,7 +26,13 @@ FEW = (65, 0, 1, 130)
 SKEWED = (9000, 700, 130, 5, 1, 1, 64, 0, 300)
 POOLS = {"NHD": ("separate", "layer_packed", "B2NHD", "2BNHD"), "HND": ("separate_hnd", "B2HND", "2BHND")}
 LAYOUTS = [(kv_layout, pool) for kv_layout, pools in POOLS.items() for pool in pools]
-KINDS = [("fp8", 64, "NHD", "separate"), ("fp8", 64, "HND", "separate_hnd"), ("nvfp4", 128, "HND", "separate_hnd")]
+KINDS = [
+    ("fp8", 64, "NHD", "separate"),
+    ("fp8", 64, "HND", "separate_hnd"),
+    ("fp8", 128, "NHD", "separate"),
+    ("nvfp4", 128, "HND", "separate_hnd"),
+    *((*kind, "NHD", "separate") for kind in PANELS if kind not in (("fp8", 128), ("bf16", 64))),
+]
 """KV format, head size, promise, and a pool that keeps it."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,13 +57,25 @@ def test_what_is_joined() -> None:
         problem = make_problem(FEW, heads=8, kv_heads=heads, head_size=head_size, pool=pool, **options)
         return variant_of(make_runner(problem, kv_layout=kv_layout), problem, {}).joined
 
-    assert joined() == "" and joined(kv_layout="HND") == "tokens" and joined(kv_layout="NHD") == "heads"
+    assert joined() == ""
+    assert joined(kv_layout="HND") == "tokens" and joined(kv_layout="NHD") == "heads"
     assert joined(kv_layout="NHD", q_len=8) == "heads" and joined(kv_layout="NHD", q_len=16) == ""  # 64 rows, 128
     assert joined(heads=1, kv_layout="NHD") == "" and joined(heads=1, kv_layout="HND") == "tokens"
-    assert joined(128, kv_layout="HND") == joined(128, kv_layout="NHD") == ""
+    assert joined(128, kv_layout="HND") == "" and joined(128, kv_layout="NHD") == "panels"
+    assert joined(128, kv_layout="NHD", q_len=2) == "panels" and joined(128, kv_layout="NHD", q_len=3) == ""  # 12 rows
+    assert joined(256, kv_layout="NHD") == joined(128, kv_layout="NHD", kv_format="bf16") == ""  # rows of 256 bytes
     assert joined(128, kv_layout="HND", kv_format="nvfp4") == "tokens"
-    assert joined(128, kv_layout="NHD", kv_format="nvfp4") == ""
+    assert joined(128, kv_layout="NHD", kv_format="nvfp4") == "panels"
+    assert joined(128, kv_layout="NHD", kv_format="fp8", v_format="nvfp4") == "panels"
     assert joined(64, kv_layout="HND", kv_format="fp8", v_format="nvfp4") == ""
+
+
+@pytest.mark.parametrize(("head_size", "items"), [(64, 128), (128, 256)])
+def test_heads_are_joined_where_they_are_many(head_size: int, items: int) -> None:
+    problem = make_problem(FEW, heads=8, kv_heads=2, head_size=head_size, pool="separate")
+    for seqs, expected in ((items // 2, True), (items // 2 - 1, False)):
+        runner = make_runner(problem, kv_layout="NHD", max_num_seqs=seqs)
+        assert bool(variant_of(runner, problem, {}).joined) is expected
 
 
 @pytest.mark.parametrize(("kv_layout", "pool"), LAYOUTS)
@@ -71,6 +90,23 @@ def test_heads_and_pools(device: str, heads: int, kv_heads: int, q_len: int, kv_
         page_size=16, pool=pool, scales=("sequence", "head"),
     )  # fmt: skip
     assert_decodes(problem, kv_layout=kv_layout)
+
+
+@pytest.mark.parametrize(
+    ("pool", "kinds"),
+    [(pool, ("fp8", None)) for pool in POOLS["NHD"]] + [("separate", ("fp8", "nvfp4")), ("separate", ("bf16", None))],
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(8, 2, 1), (9, 3, 2), (5, 5, 3), (16, 2, 1), (4, 4, 8)])
+def test_panels_of_heads_and_pools(
+    device: str, heads: int, kv_heads: int, q_len: int, pool: str, kinds: tuple[str, str | None]
+) -> None:
+    """Up to 8 rows of a head, of even and odd numbers of heads."""
+    head_size = 64 if kinds[0] == "bf16" else 128
+    problem = make_problem(
+        (*range(q_len + 1), 63, 64, 65, 130), device, heads=heads, kv_heads=kv_heads, head_size=head_size, q_len=q_len,
+        page_size=16, pool=pool, scales=("sequence", "head"), kv_format=kinds[0], v_format=kinds[1],
+    )  # fmt: skip
+    assert_decodes(problem, kv_layout="NHD")
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
@@ -108,7 +144,7 @@ def test_factors_on_q_and_o(device: str, kind: tuple[str, int, str, str], q_len:
 
 
 @pytest.mark.parametrize("tuning", [{}, {"max_splits": 1}, {"fixed_split": 256, "max_step_tokens": 11_000}], ids=str)
-@pytest.mark.parametrize("kind", KINDS[:2], ids=str)
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
 def test_splits(device: str, kind: tuple[str, int, str, str], tuning: dict[str, int]) -> None:
     problem = odd_problem(device, kind, SKEWED, scales=("sequence", "head"))
     assert_decodes(problem, kv_layout=kind[2], **tuning)
@@ -178,7 +214,7 @@ def test_long_sequences_and_repeats(kind: tuple[str, int, str, str]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [-1, 2**31 - 1, 10_000])
-@pytest.mark.parametrize("kind", KINDS[:2], ids=str)
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
 def test_a_page_that_is_none_reads_as_zeros(kind: tuple[str, int, str, str], wrong: int) -> None:
     problem = odd_problem("cuda", kind, [200])
     cache = problem.cache
@@ -194,10 +230,11 @@ def test_a_page_that_is_none_reads_as_zeros(kind: tuple[str, int, str, str], wro
 
 
 @pytest.mark.gpu
-def test_a_head_at_the_end_of_memory_has_no_neighbour() -> None:
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], ids=str)
+def test_a_head_at_the_end_of_memory_has_no_neighbour(kind: tuple[str, int, str, str]) -> None:
     """The last rows of an allocation, of an odd number of heads: nothing past them is read into a result, though every
     byte there is NaN."""
-    problem = odd_problem("cuda", KINDS[0], [64])
+    problem = odd_problem("cuda", kind, [64])
     cache = problem.cache
     pages = cache.block_table[0, :1].long()
     for name in ("k_cache", "v_cache"):

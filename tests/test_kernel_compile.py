@@ -52,6 +52,7 @@ REPRESENTATIVES = [
     Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, v_format="nvfp4"),
     Variant("sm_90a", "fp8", "bf16", "bf16", 64, 8, joined="heads"),
     Variant("sm_90a", "nvfp4", "bf16", "bf16", 128, 16, joined="tokens"),
+    Variant("sm_90a", "fp8", "bf16", "bf16", 128, 16, joined="panels"),
 ]
 
 
@@ -173,6 +174,7 @@ def test_too_many_ctas_for_an_sm_is_an_error():
         ("bf16", 64, "heads", "joined heads must make rows of 128 bytes, got 256 of K"),
         ("e2m3", 128, "tokens", "joined tokens must make rows of 128 bytes, got 192 of K"),
         ("nvfp4", 128, "heads", "heads with block scales cannot be joined"),
+        ("fp8", 128, "panels", "side by side are two row groups of rows of one panel, got 1 row groups, 1 panels of K"),
     ],
 )
 def test_what_cannot_be_joined(kv_format: str, head_size: int, joined: str, message: str) -> None:

@@ -212,7 +212,7 @@ def test_joined_heads_are_planned_as_one(fixed: dict[str, int]) -> None:
     backend = CuteBackend(
         arch="sm_90a",
         device=torch.device("cpu"),
-        shape=RunnerShape(40, 5, 64, 64, torch.bfloat16, "fp8", kv_layout="NHD"),
+        shape=RunnerShape(40, 5, 64, 64, torch.bfloat16, "fp8", kv_layout="NHD", max_num_seqs=26),
         max_num_seqs=4,
         tuning=Tuning(sm_count=5, **fixed),
     )

@@ -241,8 +241,11 @@ class Merge:
     def sync(self) -> Steps:
         return self.half.sync()
 
-    def v_factor(self) -> float:
-        return 1.0
+    def v_factors(self) -> list[float]:
+        return [1.0]
+
+    def row_at(self, i: int) -> int:
+        return i
 
     def add_warps(self, state: Registers, row: int, mult: float) -> None:
         assert len(self.half.parts) == self.halves, "not all have shared theirs yet"
@@ -250,7 +253,7 @@ class Merge:
             values = part.o[row][self.element : self.element + 4]
             SUMS.add_parts(state, [part.m[row]], [part.l[row]], [values], mult)
 
-    def finish_row(self, row: int, state: Registers, mult: float, v_factor: float) -> None:
+    def finish_row(self, row: int, state: Registers, mult: float, v_factors: list[float]) -> None:
         result = DEVICE.results.setdefault(self.item, {})
         assert (row, self.element) not in result, "finished twice"
         result[row, self.element] = tuple(state)

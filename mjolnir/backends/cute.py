@@ -55,14 +55,14 @@ def kernel_variant(
     shape: RunnerShape, arch: str, tuning: Tuning, q_len: int, q_dtype: str, q_split: bool = False
 ) -> Variant:
     """The kernel that a runner of this shape takes for a q_len and a query dtype; found without a GPU."""
-    joined = shape.joined(q_len)
+    joined, rows = shape.joined(q_len), q_len * shape.group
     return Variant(
         arch=arch,
         kv_format=shape.kv_format,
         q_dtype=q_dtype,
         out_dtype=DTYPE_NAMES[shape.out_dtype],
         head_size=shape.head_size,
-        rows=rows_class(q_len * shape.group * (2 if joined == "heads" else 1)),
+        rows=2 * rows_class(rows) if joined == "panels" else rows_class(2 * rows if joined == "heads" else rows),
         split=tuning.max_splits != 1,
         pdl=tuning.pdl,
         q_split=q_split and shape.kv_format == "bf16",

@@ -95,6 +95,6 @@ def variant_of(shape: Shape, arch: str, knobs: Knobs) -> Variant:
     """The kernel that ``Mjolnir`` runs for a shape, found without a GPU."""
     runner = RunnerShape(
         shape.heads_q, shape.heads_kv, shape.head_dim, shape.page_size, torch.bfloat16, shape.kv_format,
-        kv_layout=shape.layout,
+        kv_layout=shape.layout, max_num_seqs=len(shape.lens),
     )  # fmt: skip
     return kernel_variant(runner, arch, knobs.tuning(), shape.q_len, "bf16")

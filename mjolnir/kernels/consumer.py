@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.geometry import Geometry
-from mjolnir.kernels.heads import half_of, kv_head_of
+from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
 from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
@@ -41,6 +41,8 @@ class Consumer:
         tokens = self.math.tokens_of(g)
         kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
         row0 = row_group * geo.rows_per_warp
+        side = row_group if geo.sides == 2 else 0
+        own0 = 0 if geo.sides == 2 else row0  # the first row, as the own head counts
         q_frags = smem + geo.q_offset + (kv_group * geo.row_groups + row_group) * geo.q_warp_bytes + lane * 16
         stage = Int32(0)  # as the producer counts
         filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
@@ -67,17 +69,18 @@ class Consumer:
                         if held != 0:
                             self.release(held, lane)
                     token0 = begin + tile * geo.tile
-                    k_tile = smem + mine * geo.stage_bytes
-                    v_tile = k_tile + geo.tile * geo.k.row_bytes
-                    k_scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
-                    v_scales = k_scales + geo.tile * geo.k.scale_bytes
+                    k_tile = smem + mine * geo.stage_bytes + side * (geo.tile * geo.k.row_bytes)
+                    v_tile = smem + mine * geo.stage_bytes + geo.v_in_stage + side * (geo.tile * geo.v.row_bytes)
+                    scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
+                    k_scales = scales + side * (geo.tile * geo.k.scale_bytes)
+                    v_scales = scales + geo.v_in_scales + side * (geo.tile * geo.v.scale_bytes)
                     ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
                     filled = filled ^ (Int32(1) << mine)
                     scores = self.math.scores(k_tile, k_scales, q_frags, g, t)
                     if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
                         self.clear_rows(v_tile, v_scales, end - token0, lane)
                         for c in cutlass.range_constexpr(2 * geo.row_tiles):
-                            q_token = (row0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
+                            q_token = (own0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
                             limit = seq_len - (args.q_len - 1 - q_token) * args.causal - token0
                             seen = [limit - token for token in tokens]
                             for i in cutlass.range_constexpr(geo.tile // 8):
@@ -133,7 +136,7 @@ class Consumer:
             seq, head = item_of(args, work, p)
             for n in cutlass.range_constexpr(self.geo.row_tiles):
                 row = row0 + n * 8 + g
-                if row < args.q_len * args.group:
+                if is_live(self.geo, args, head, row):
                     address = self.q_address(args, seq, head, row)
                     for _, element in self.math.lane_runs(self.own_quarter(t))[0]:
                         ptx.prefetch_l1(address + Int64(element) * 2)
@@ -143,34 +146,34 @@ class Consumer:
         return t & 1 if self.geo.joined == "heads" else t
 
     def q_address(self, args: Any, seq: Any, head: Any, row: Any) -> Any:
-        token = seq * args.q_len + row // args.group
-        q_head = head * args.group + row % args.group
+        token, q_head = token_and_head(self.geo, args, head, row)
+        token = seq * args.q_len + token
         return args.q + (Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride) * 2
 
     @cute.jit
     def read_q(self, args, q_frags, seq, head, row0, g, t):
         """Q of the warp's rows to B fragments in shared memory; returns mult of this lane's columns."""
         geo = self.geo
-        live_rows = args.q_len * args.group
         own = self.own_quarter(t)
         factor = Float32(1.0)
         if cutlass.const_expr(geo.joined != "heads"):
-            factor = self.score_factor(args, seq, head)
+            kv_head = head
+            if cutlass.const_expr(geo.joined == "panels"):
+                kv_head = cutlass.min(kv_head_of(head, half_of(geo, args, row0)), args.real_kv_heads - 1)
+            factor = self.score_factor(args, seq, kv_head)
         sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
         unscale = []
         for n in cutlass.range_constexpr(geo.row_tiles):
             row = row0 + n * 8 + g
-            live = row < live_rows
-            if cutlass.const_expr(geo.joined == "heads"):
-                live = live & (kv_head_of(head, half_of(args, row)) < args.real_kv_heads)
+            live = is_live(geo, args, head, row)
             row = row if live else Int32(0)
             values = self.math.load_q_row(self.q_address(args, seq, head, row), own)
             if args.q_mul != 0:
-                q_head = head * args.group + row % args.group
+                _, q_head = token_and_head(geo, args, head, row)
                 self.math.scale_q_row(values, args.q_mul + Int64(q_head * self.variant.head_size) * 4, own)
             frags = q_frags + n * geo.q_frag_bytes
             if cutlass.const_expr(geo.joined == "heads"):
-                half = half_of(args, row)
+                half = half_of(geo, args, row)
                 factor = self.score_factor(args, seq, kv_head_of(head, half))
                 sign = Float32(-1.0) if factor < 0.0 else Float32(1.0)
                 live = live & (t >> 1 == half)

@@ -80,7 +80,7 @@ class DecodeKernel:
             (geo.v, v, fixed.v_token_stride, fixed.v_head_stride, fixed.v_page_stride),
         ):
             # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
-            box_panels = Int32(operand.panels) if page >= geo.tile else Int32(1)
+            box_panels = Int32(geo.sides * operand.panels) if page >= geo.tile else Int32(1)
             dims = [operand.panel_bytes, page, operand.panels, num_kv_heads, num_pages]
             strides = [token, Int64(operand.panel_bytes // 16), head, page_stride]
             box = [operand.panel_bytes, box_rows, box_panels, 1, 1]
@@ -91,6 +91,8 @@ class DecodeKernel:
             if cutlass.const_expr(geo.joined == "heads"):
                 # All heads in one dimension, which ends with the last one: past it are zeros, not the next token.
                 dims[0], dims[3] = num_kv_heads * (operand.panel_bytes // 2), Int32(1)
+            if cutlass.const_expr(geo.joined == "panels"):
+                dims[2], dims[3], strides[1] = num_kv_heads, Int32(1), head
             maps.append(
                 cuda.create_tensor_map_tiled(
                     global_address=base,
@@ -103,9 +105,11 @@ class DecodeKernel:
                 )
             )
         real_kv_heads = None
-        if cutlass.const_expr(geo.joined == "heads"):
+        if cutlass.const_expr(geo.joined_heads):
             real_kv_heads = num_kv_heads
-            num_kv_heads, group = (num_kv_heads + 1) // 2, 2 * group
+            num_kv_heads = (num_kv_heads + 1) // 2
+        if cutlass.const_expr(geo.joined == "heads"):
+            group = 2 * group
         args = DecodeArgs(
             q,
             out,

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.geometry import WARP, Geometry
-from mjolnir.kernels.heads import half_of, kv_head_of
+from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
 from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState, weight_of
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
@@ -69,7 +69,8 @@ class Epilogue:
         self.mult = smem + geo.mult_offset
         self.flag = smem + geo.flag_offset
         self.counter, self.exchange_free = smem + geo.counter_offset, smem + geo.exchange_free_offset
-        self.live_rows = args.q_len * args.group
+        self.own_rows = args.q_len * args.group  # of a head, or of two that are one
+        self.live_rows = geo.sides * self.own_rows
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
         half = ptx.thread_index() // geo.threads
         thread = ptx.thread_index() % geo.threads
@@ -82,11 +83,21 @@ class Epilogue:
         thread = thread + half * paired * (geo.consumer_warps * WARP)
         self.element = thread % (geo.head_size // 4) * 4
         self.first_row = thread // (geo.head_size // 4)
-        self.kv_head, self.column = head, self.element  # whose V the elements are of, and where they are in O's row
+        self.kv_heads, self.column = [head], self.element  # whose V the elements are of; their place in O's row
         if geo.joined == "heads":
             self.half, self.column = self.element // variant.head_size, self.element % variant.head_size
-            self.kv_head = cutlass.min(kv_head_of(head, self.half), args.real_kv_heads - 1)
+            self.kv_heads = [kv_head_of(head, self.half)]
+        elif geo.joined == "panels":
+            self.kv_heads = [kv_head_of(head, half) for half in range(2)]
+        if geo.joined_heads:
+            self.kv_heads = [cutlass.min(h, args.real_kv_heads - 1) for h in self.kv_heads]
         self.row_step = geo.consumer_warps * WARP // (geo.head_size // 4) * self.halves
+
+    def row_at(self, i: Any) -> Any:
+        """The i-th of the live rows: those of a second side begin at its row group's first."""
+        if self.geo.sides == 1:
+            return i
+        return i + Int32(i >= self.own_rows) * (self.geo.rows_per_warp - self.own_rows)
 
     def sync(self) -> None:
         ptx.barrier_sync(self.barrier, self.threads)
@@ -141,12 +152,13 @@ class Epilogue:
 
     @cute.jit
     def finish_rows(self, first, step):
-        v_factor = self.v_factor()
-        for row in cutlass.range(first, self.live_rows, step, unroll=1):
+        v_factors = self.v_factors()
+        for i in cutlass.range(first, self.live_rows, step, unroll=1):
+            row = self.row_at(i)
             mult = ptx.lds_f32(self.mult + row * 4)
             state = empty_sum()
             self.add_warps(state, row, mult)
-            self.finish_row(row, state, mult, v_factor)
+            self.finish_row(row, state, mult, v_factors)
 
     @cute.jit
     def add_warps(self, state, row, mult):
@@ -164,17 +176,25 @@ class Epilogue:
                 values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4)))
             add_parts(state, ms, ls, values, mult)
 
-    def v_factor(self) -> Any:
+    def v_factors(self) -> list[Any]:
+        """The V descale of each side."""
         args = self.args
-        at = Int64(self.seq) * args.v_scale_seq_stride + Int64(self.kv_head) * args.v_scale_head_stride
-        return ptx.ldg_f32(args.v_scale + at * 4)
+        at = [Int64(self.seq) * args.v_scale_seq_stride + Int64(h) * args.v_scale_head_stride for h in self.kv_heads]
+        return [ptx.ldg_f32(args.v_scale + i * 4) for i in at]
 
     @cute.jit
-    def finish_row(self, row, state, mult, v_factor):
+    def finish_row(self, row, state, mult, v_factors):
         """Write a row's elements, if they are of its head."""
-        if cutlass.const_expr(self.geo.joined == "heads"):
-            half = half_of(self.args, row)
-            if half == self.half and kv_head_of(self.head, half) < self.args.real_kv_heads:
+        geo = self.geo
+        v_factor = v_factors[0]
+        if cutlass.const_expr(geo.joined_heads):
+            half = half_of(geo, self.args, row)
+            mine = is_live(geo, self.args, self.head, row)
+            if cutlass.const_expr(geo.joined == "heads"):
+                mine = mine & (half == self.half)
+            else:
+                v_factor = v_factors[1] if half == 1 else v_factor
+            if mine:
                 self.write_row(row, state, mult, v_factor)
         else:
             self.write_row(row, state, mult, v_factor)
@@ -184,8 +204,8 @@ class Epilogue:
         """Normalise, apply v_scale and o_mul, round once, write."""
         args = self.args
         m, l, *o = [state[i] for i in range(6)]
-        token = self.seq * args.q_len + row // args.group
-        head = self.head * args.group + row % args.group
+        token, head = token_and_head(self.geo, args, self.head, row)
+        token = self.seq * args.q_len + token
         # l is 0 where no key is seen; NaN must stay NaN.
         inverse = Float32(0.0) if l == 0.0 else ptx.rcp(l)
         if cutlass.const_expr(self.v_unscale != 1.0):

@@ -78,7 +78,7 @@ class Geometry:
     stage and divide the q rows)."""
 
     heads_per_item: int  # KV heads: 2 where they are joined
-    head_size: int  # of all of them
+    head_size: int  # of a q row's product: of both heads where they are one row
     rows: int
     k: Operand
     v: Operand
@@ -103,8 +103,8 @@ class Geometry:
                 two = geometry.threads <= 6 * WARP
                 ctas = variant.ctas_per_sm or min(fit, 1 + two)
                 roomy = dataclasses.replace(geometry, ctas_per_sm=ctas, own_q=True)
-                # One warp would take too long over more than 8 rows; e2m3 rows of 256 would spill.
-                small = geometry.rows == 8 and geometry.head_size <= 128
+                # One warp would take too long over more than 8 rows of a head; e2m3 rows of 256 would spill.
+                small = geometry.rows == 8 * geometry.sides and geometry.head_size <= 128
                 own_q = small and available // (roomy.smem_bytes + 1024) >= ctas
                 return dataclasses.replace(roomy, own_q=own_q)
         raise ValueError(
@@ -113,32 +113,39 @@ class Geometry:
 
     @classmethod
     def _with_ring(cls, variant: Variant, ring_bytes: int) -> Geometry:
-        heads_per_item = 2 if variant.joined == "heads" else 1
-        d, rows = variant.head_size * heads_per_item, variant.rows
+        heads_per_item = 2 if variant.joined in ("heads", "panels") else 1
+        sides = 2 if variant.joined == "panels" else 1
+        d, rows = variant.head_size * heads_per_item // sides, variant.rows
         formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
         k, v = (Operand.of(fmt, d) for fmt in formats)
-        token_bytes = k.row_bytes + v.row_bytes
+        token_bytes = sides * (k.row_bytes + v.row_bytes)
         # 16 rows share the unpacking of a tile, which is what formats of 8 bits and less cost; the accumulator then
         # takes rows_per_warp * d / 32 registers a lane, 64 at d = 128.
-        rows_per_warp = 16 if rows >= 16 and d <= 128 and max(k.bits, v.bits) <= 8 else 8
+        rows_per_warp = 16 if rows >= 16 * sides and d <= 128 and max(k.bits, v.bits) <= 8 else 8
         row_groups = rows // rows_per_warp
         # S takes rows_per_warp * tile / 32 registers a lane: too many, for 64 tokens, beside O at 16 rows or d = 256.
         # More stages than RING_STAGES are smaller ones.
-        fitting = 1 << (ring_bytes // max(RING_STAGES, variant.stages) // token_bytes).bit_length() - 1
+        fitting = 1 << (ring_bytes // max(RING_STAGES // sides, variant.stages) // token_bytes).bit_length() - 1
         tile = min(64 if rows_per_warp == 8 and d <= 128 else 32, max(16, fitting))
         stages = variant.stages or ring_bytes // (token_bytes * tile)
         kv_groups = min(max(4, row_groups) // row_groups, stages)
         if not variant.stages:
             stages -= stages % kv_groups
         pair = 2 if variant.joined == "tokens" else 1
-        if variant.joined and (k.row_bytes * pair, v.row_bytes * pair) != (128, 128):
+        if sides == 2 and (k.panels, v.panels, row_groups) != (1, 1, 2):
+            raise ValueError(
+                f"{variant.name}: heads side by side are two row groups of rows of one panel, got {row_groups} row "
+                f"groups, {k.panels} panels of K and {v.panels} of V"
+            )
+        if variant.joined in ("tokens", "heads") and (k.row_bytes * pair, v.row_bytes * pair) != (128, 128):
             raise ValueError(
                 f"{variant.name}: joined {variant.joined} must make rows of 128 bytes, got {k.row_bytes * pair} of K "
                 f"and {v.row_bytes * pair} of V"
             )
         if variant.joined == "heads" and k.scale_bytes + v.scale_bytes:
             raise ValueError(f"{variant.name}: heads with block scales cannot be joined")
-        starts = ((tile * token_bytes, pair * max(k.swizzle, v.swizzle)), (tile * k.row_bytes, pair * v.swizzle))
+        k_bytes = sides * tile * k.row_bytes
+        starts = ((tile * token_bytes, pair * max(k.swizzle, v.swizzle)), (k_bytes, pair * v.swizzle))
         if any(at % max(1, 8 * swizzle) for at, swizzle in starts):
             # A swizzle repeats every 8 rows of its width, counted from address 0.
             raise ValueError(f"{variant.name}: tiles of {tile} tokens do not start where a swizzled tile may")
@@ -192,6 +199,15 @@ class Geometry:
         return -(-self.smem_bytes // 1024) * 1024
 
     @property
+    def sides(self) -> int:
+        """KV heads whose tiles a stage holds, each for a row group of its own."""
+        return 2 if self.joined == "panels" else 1
+
+    @property
+    def joined_heads(self) -> bool:
+        return self.heads_per_item == 2
+
+    @property
     def row_tiles(self) -> int:
         """n8 tiles of q rows per warp."""
         return self.rows_per_warp // 8
@@ -203,18 +219,26 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Codes of K and V of one token."""
-        return self.k.row_bytes + self.v.row_bytes
+        """Codes of K and V of one token, of all heads that a stage holds."""
+        return self.sides * (self.k.row_bytes + self.v.row_bytes)
 
     @property
     def stage_bytes(self) -> int:
-        """K's tile, then V's."""
+        """K's tile, then V's; where there are two sides, K's of both and then V's of both."""
         return self.tile * self.token_bytes
 
     @property
+    def v_in_stage(self) -> int:
+        return self.tile * self.sides * self.k.row_bytes
+
+    @property
     def scale_stage_bytes(self) -> int:
-        """Block scales of one stage: K's, then V's."""
-        return self.tile * (self.k.scale_bytes + self.v.scale_bytes)
+        """Block scales of one stage, in the order of the codes."""
+        return self.tile * self.sides * (self.k.scale_bytes + self.v.scale_bytes)
+
+    @property
+    def v_in_scales(self) -> int:
+        return self.tile * self.sides * self.k.scale_bytes
 
     @property
     def q_term_bytes(self) -> int:

@@ -65,9 +65,9 @@ class Producer:
         box_rows = Int32(1) << log2_rows
         page_mask = (Int32(1) << args.log2_page) - 1
         is_v = lane & 1
-        panels = Int32(geo.k.panels)
+        panels = Int32(geo.sides * geo.k.panels)
         if cutlass.const_expr(geo.v.panels != geo.k.panels):
-            panels = Int32(geo.v.panels) if is_v == 1 else panels
+            panels = Int32(geo.sides * geo.v.panels) if is_v == 1 else panels
         panel_boxes = Int32(1) if box_rows == geo.tile else panels
         panel = (lane >> 1) % panel_boxes
         box_row = ((lane >> 1) // panel_boxes) << log2_rows  # in the tile; lanes past the tile stay idle
@@ -75,7 +75,7 @@ class Producer:
         panel_bytes = Int32(geo.k.panel_bytes)
         if cutlass.const_expr(geo.v.panel_bytes != geo.k.panel_bytes):
             panel_bytes = Int32(geo.v.panel_bytes) if is_v == 1 else panel_bytes
-        box = smem + is_v * (geo.tile * geo.k.row_bytes) + (panel * geo.tile + box_row) * panel_bytes
+        box = smem + is_v * geo.v_in_stage + (panel * geo.tile + box_row) * panel_bytes
         grid = cute.arch.grid_dim()[0]
         alone, pair = cta + half * grid, cta * geo.halves + half
         guess_item, guess_tile, guess_len, guess_page = Int32(-1), Int32(0), Int32(0), Int32(0)
@@ -161,6 +161,8 @@ class Producer:
         """Where a box begins that starts with a token of a page, by the tensor maps of decode.py."""
         if self.geo.joined == "heads":
             return head * self.geo.k.panel_bytes, token, Int32(0), Int32(0), page
+        if self.geo.joined == "panels":
+            return Int32(0), token, 2 * head + panel, Int32(0), page
         return Int32(0), token >> 1 if self.geo.joined == "tokens" else token, panel, head, page
 
     @cute.jit

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales
 from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.heads import kv_head_of
 from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, span_of
 from mjolnir.variant import Variant
@@ -101,14 +102,20 @@ class ScaleCopier:
             page = pages[i]
             if lane + i * WARP < cutlass.min(end - first + lane, Int32(geo.tile)):
                 exists = Int32(1) if (page >= 0) & (page < args.num_pages) else Int32(0)
-                place = Int64(page), Int64((first + i * WARP) & page_mask), Int64(head)
-                if cutlass.const_expr(geo.k.scale_bytes > 0):
-                    size = geo.k.scale_bytes
-                    ptx.cp_async(scales + at * size, address_of(args.k_blocks, *place), size, exists * size)
-                if cutlass.const_expr(geo.v.scale_bytes > 0):
-                    size = geo.v.scale_bytes
-                    v_scales = scales + geo.tile * geo.k.scale_bytes
-                    ptx.cp_async(v_scales + at * size, address_of(args.v_blocks, *place), size, exists * size)
+                token = Int64((first + i * WARP) & page_mask)
+                for side in cutlass.range_constexpr(geo.sides):
+                    kv_head, size = head, exists
+                    if cutlass.const_expr(geo.sides == 2):
+                        kv_head = kv_head_of(head, side)
+                        size = exists if kv_head < args.real_kv_heads else Int32(0)
+                    place, row = (Int64(page), token, Int64(kv_head)), side * geo.tile + at
+                    if cutlass.const_expr(geo.k.scale_bytes > 0):
+                        width = geo.k.scale_bytes
+                        ptx.cp_async(scales + row * width, address_of(args.k_blocks, *place), width, size * width)
+                    if cutlass.const_expr(geo.v.scale_bytes > 0):
+                        width = geo.v.scale_bytes
+                        target = scales + geo.v_in_scales + row * width
+                        ptx.cp_async(target, address_of(args.v_blocks, *place), width, size * width)
         ptx.cp_async_commit()
 
     @cute.jit

@@ -121,9 +121,10 @@ class SplitMerge(Epilogue):
     @cute.jit
     def merge(self, own, first_level, end_level, target, teams):
         """One pass: the result goes to slot ``target``, or is O where that is negative."""
-        v_factor = self.v_factor()
+        v_factors = self.v_factors()
         self.sync()
-        for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+        for r in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+            row = self.row_at(r)
             mult = ptx.lds_f32(self.mult + row * 4)
             state = empty_sum()
             if own == 1:
@@ -133,7 +134,7 @@ class SplitMerge(Epilogue):
                 for first in cutlass.range(0, slots.parts, LOADS_IN_FLIGHT, unroll=1):
                     self.add_slots(state, slots, first, row, mult)
             if target < 0:
-                self.finish_row(row, state, mult, v_factor)
+                self.finish_row(row, state, mult, v_factors)
             else:
                 ptx.st_relaxed_f32x4(self.values_address(target, row), [state[2 + e] for e in range(4)])
                 # Once: a second warp's (d = 256) might come after the reader has emptied the slot.
@@ -145,8 +146,8 @@ class SplitMerge(Epilogue):
         for level in cutlass.range(first_level, end_level, unroll=1):
             slots = self.slots(level, teams)
             for i in cutlass.range(self.element // 4, slots.parts, self.geo.head_size // 4, unroll=1):
-                for row in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
-                    ptx.st_relaxed_f32x2(self.stats_address(slot_of(slots, i), row), unset, unset)
+                for r in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+                    ptx.st_relaxed_f32x2(self.stats_address(slot_of(slots, i), self.row_at(r)), unset, unset)
 
     @cute.jit
     def slots(self, level, teams):
