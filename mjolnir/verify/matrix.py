@@ -146,7 +146,7 @@ def _low_bit() -> Iterator[Case]:
 
 
 def _joined() -> Iterator[Case]:
-    """Rows of 64 bytes that are read two at a time: two heads' or two tokens'."""
+    """Neighbours that are read together: two heads or two tokens of 64 bytes as one row, two heads side by side."""
     for kv_layout, layouts in (("NHD", ("separate", "2BNHD")), ("HND", ("B2HND", "2BHND"))):
         common = Case(head_size=64, kv_layout=kv_layout, layout=layouts[0])
         odd = dataclasses.replace(common, num_heads=9, num_kv_heads=3)
@@ -164,3 +164,10 @@ def _joined() -> Iterator[Case]:
     for page_size, q_len in ((16, 1), (64, 4)):
         yield dataclasses.replace(nvfp4, page_size=page_size, q_len=q_len)
     yield dataclasses.replace(nvfp4, scales="sequence", factors=True)
+    for kv_format, head_size in (("fp8", 128), ("e2m3", 128), ("e2m3", 64), ("nvfp4", 128), ("nvfp4", 256)):
+        side_by_side = Case(kv_format=kv_format, head_size=head_size, kv_layout="NHD")
+        odd = dataclasses.replace(side_by_side, num_heads=9, num_kv_heads=3)
+        yield dataclasses.replace(odd, scales="sequence", factors=True)
+        yield dataclasses.replace(odd, page_size=16, lengths="skewed", scales="negative")
+        for group, q_len, page_size in ((8, 1, 256), (4, 2, 32), (1, 8, 64)):
+            yield dataclasses.replace(side_by_side, num_heads=2 * group, q_len=q_len, page_size=page_size)
