@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from mjolnir import cli, evidence, runner
 from mjolnir.backends import torch_ref
+from mjolnir.backends.cute import kernel_variant
 from mjolnir.formats import FORMATS
 from mjolnir.signature import DTYPES
-from mjolnir.variant import Variant, rows_class
+from mjolnir.tuning import Tuning
 from mjolnir.verify import compare
-from mjolnir.verify.main import run_verify, verify_case
+from mjolnir.verify.main import make_runner, run_verify, verify_case
 from mjolnir.verify.matrix import LAYOUTS, LENGTHS, SCALES, Case, cases
 from mjolnir.verify.problem import make_problem
 
@@ -117,7 +118,7 @@ def test_shapes_must_agree() -> None:
 
 def test_the_matrix_covers_what_it_says() -> None:
     every, quick = cases(), cases(quick=True)
-    assert 120 <= len(every) <= 180 and 20 <= len(quick) <= 30 and set(quick) < set(every)
+    assert 120 <= len(every) <= 200 and 20 <= len(quick) <= 30 and set(quick) < set(every)
     assert len({case.name for case in every}) == len(every)
     assert {case.num_heads // case.num_kv_heads for case in every} >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32}
     shapes = {(case.head_size, case.page_size) for case in every}
@@ -135,12 +136,9 @@ def test_the_matrix_covers_what_it_says() -> None:
 
 def test_every_case_has_its_kernel_among_those_compiled_for_gpu_machines() -> None:
     for case in cases():
-        rows = rows_class(case.q_len * case.num_heads // case.num_kv_heads)
         two_terms = case.kv_format == "bf16" and (case.q_dtype == "fp16" or case.factors)
-        variant = Variant(
-            ARCH, case.kv_format, case.q_dtype, case.out_dtype, case.head_size, rows, case.max_splits != 1,
-            q_split=two_terms,
-        )  # fmt: skip
+        shape = make_runner(case, CPU)._shape
+        variant = kernel_variant(shape, ARCH, Tuning(max_splits=case.max_splits), case.q_len, case.q_dtype, two_terms)
         assert variant in GPU_VARIANTS, case.name
 
 
