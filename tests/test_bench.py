@@ -168,7 +168,7 @@ def test_variants_of_a_suite():
     assert len(set(core)) == len(core)
     assert {(v.kv_format, v.head_size, v.rows) for v in core} == {
         ("fp8", 128, 8), ("fp8", 128, 16), ("fp8", 64, 8), ("fp8", 256, 8), ("bf16", 128, 8),
-        *((low, *rest) for low in ("e2m3", "nvfp4") for rest in ((128, 8), (128, 16), (64, 8), (256, 8))),
+        *((low, *rest) for low in ("e2m3", "nvfp4") for rest in ((128, 8), (128, 16), (64, 16), (256, 8))),
     }  # fmt: skip
     assert all(v.split and v.pdl and v.q_dtype == v.out_dtype == "bf16" for v in core)
     assert {32, 64} < {v.rows for v in variants_for_suite("full")}
