@@ -407,6 +407,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode-all": ("decode.json", decode_all_table),
     "fixed-splits": ("decode.json", fixed_splits_table),
     "gates": ("decode.json", gates_table),
+    "gates-partial": ("decode_partial.json", gates_table),
     "low-bit": ("decode.json", low_bit_table),
     "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
@@ -421,6 +422,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "decode-partial.rows": ("decode_partial.json", lambda report: str(len(report.rows))),
     "decode.rows": ("decode.json", lambda report: str(len(report.rows))),
     "decode.geomean": ("decode.json", lambda report: f"{geometric_mean(_ratios(report)):.3f}"),
     "decode.worst": ("decode.json", lambda report: f"{max(_ratios(report)):.2f}"),
@@ -523,6 +525,7 @@ def _load_json(path: Path) -> Any:
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "decode.json": Report.load,
+    "decode_partial.json": Report.load,
     "verify.json": _load_json,
     "write.json": _load_json,
     ACCURACY: _load_json,
