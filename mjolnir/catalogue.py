@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 from mjolnir.formats import FORMATS
-from mjolnir.variant import HEAD_SIZES, ROW_CLASSES, Variant
+from mjolnir.variant import HEAD_SIZES, PANEL_ROWS, ROW_CLASSES, Variant
 
 QUERIES = {
     "fp8": (("bf16", False), ("fp16", False)),
@@ -40,9 +40,6 @@ JOINED = {
 }
 """What runners that know their caches' layout join, per KV format and head size."""
 
-PANEL_ROWS = 16
-"""The only row class of heads that are panels: 8 of each."""
-
 _FORMAT = "|".join(FORMATS)
 _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
@@ -61,7 +58,7 @@ def all_variants(arch: str) -> list[Variant]:
             QUERIES[kv_format], HEAD_SIZES, ROW_CLASSES, (True,) if kv_format in LOW_BIT else (True, False)
         )
         for joined in ("", *JOINED.get((kv_format, head_size), ()))
-        if joined != "panels" or rows == PANEL_ROWS
+        if joined != "panels" or rows == 2 * PANEL_ROWS
     ]
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Checked = TypeVar("Checked")
+from mjolnir.plan import INT32_MAX
 
-INT32_MAX = 2**31 - 1
+Checked = TypeVar("Checked")
 
 MAX_LAYOUTS = 256
 """Layouts of tensors that are remembered; a model has a few."""

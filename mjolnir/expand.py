@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mjolnir.checks import check_choice, check_tensor, layout_key, remember
-from mjolnir.formats import get_format
+from mjolnir.formats import get_format, get_formats
 from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable
 from mjolnir.write import has_triton
 
@@ -97,13 +97,13 @@ def expand_pages(
         out_pages = torch.arange(len(pages), dtype=pages.dtype, device=device)
     check_tensor("out_pages", out_pages, **page_ids | {"dtype": pages.dtype, "shape": pages.shape})  # type: ignore[arg-type]
     many = len(pages) * k_cache.shape[1] > MANY_ROWS
-    formats = get_format(kv_format).name, get_format(kv_format if v_format is None else v_format, "v_format").name
+    k_format, v_format = (fmt.name for fmt in get_formats(kv_format, v_format))
     tensors = [tensor for side in sides for part in (side.cache, side.out) for tensor in part]
-    asked = (*formats, out_format, pages.dtype, many, layout_key(tensors))
+    asked = (k_format, v_format, out_format, pages.dtype, many, layout_key(tensors))
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, *formats, out_format)
+        layout = check_layout(sides, k_format, v_format, out_format)
     if not len(pages):
         return
     if device.type == "cuda" and has_triton():

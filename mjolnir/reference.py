@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mjolnir.formats import get_format
+from mjolnir.formats import get_formats
 
 
 def decode_attention_oracle(
@@ -60,7 +60,7 @@ def decode_attention_oracle(
     """
     tokens, num_heads, head_size = query.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
-    k_fmt, v_fmt = get_format(kv_format), get_format(kv_format if v_format is None else v_format, "v_format")
+    k_fmt, v_fmt = get_formats(kv_format, v_format)
     q = query.double() if q_mul is None else query.double() * q_mul.double()
     out = torch.zeros(tokens, num_heads, head_size, dtype=torch.float64, device=query.device)
     lse = torch.full((tokens, num_heads), -math.inf, dtype=torch.float64, device=query.device)

@@ -18,17 +18,10 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.backends import CUTE, choose_backend, device_arch, find_device, torch_ref
-from mjolnir.checks import (
-    INT32_MAX,
-    check_choice,
-    check_positive_int,
-    check_tensor,
-    host_lengths,
-    layout_key,
-    remember,
-)
-from mjolnir.formats import get_format
+from mjolnir.checks import check_choice, check_positive_int, check_tensor, host_lengths, layout_key, remember
+from mjolnir.formats import get_formats
 from mjolnir.launcher import Launcher, current_device
+from mjolnir.plan import INT32_MAX
 from mjolnir.query_fp8 import QueryQuantiser
 from mjolnir.signature import DTYPE_NAMES, KV_LAYOUTS, RunnerShape, Signature, needs_q_split, same_layout
 from mjolnir.tuning import Tuning
@@ -150,8 +143,7 @@ class DecodeRunner:
                 f"max_q_len * (num_heads / num_kv_heads) must be at most {MAX_ROWS}, got {max_q_len} * {self.group}"
             )
         self.q_mode = check_choice("q_mode", q_mode, ("bf16", "fp8"))
-        self.kv_format = get_format(kv_format)
-        self.v_format = self.kv_format if v_format is None else get_format(v_format, "v_format")
+        self.kv_format, self.v_format = get_formats(kv_format, v_format)
         tuning = Tuning(
             ctas_per_sm, max_splits, kv_stages, pdl, l2_prefetch, kv_evict_first, sm_count, fixed_split, max_step_tokens
         )

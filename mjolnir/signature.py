@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mjolnir.checks import check_tensor, scale_view
-from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats import KvFormat, get_formats
 from mjolnir.page_views import check_block_scale
-from mjolnir.variant import MAX_ROWS
+from mjolnir.variant import MAX_ROWS, PANEL_ROWS
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -28,7 +28,6 @@ KV_LAYOUTS = {"NHD": "head", "HND": "token"}
 NARROW_BYTES = 64
 """Rows of so many bytes can be joined. The TMA takes about one row per 4 clocks and SM, so that 64 bytes a row hardly
 keep up with the memory: 64 x 8K took 152 us head-major and 214 us token-major, and its floor is 117."""
-
 
 PANEL_BYTES = 128
 """Rows of up to so many bytes are read together with the neighbouring head's, which lie beside them in NHD pages.
@@ -89,7 +88,7 @@ class RunnerShape:
 
     def joined(self, q_len: int) -> str:
         """What the kernel of a q_len joins, see ``Variant.joined``."""
-        formats = [get_format(self.kv_format), get_format(self.v_format or self.kv_format)]
+        formats = get_formats(self.kv_format, self.v_format)
         row_bytes, rows = [fmt.row_bytes(self.head_size) for fmt in formats], q_len * self.group
         narrow = all(size == NARROW_BYTES for size in row_bytes)
         if self.kv_layout == "HND" and narrow:
@@ -100,7 +99,7 @@ class RunnerShape:
             joined, fits = "heads", 2 * rows <= MAX_ROWS
         else:
             # 16 rows of a head take its warps longer than memory does: 96/8, 64 x 8K took 260 us alone and 283 so.
-            joined, fits = "panels", rows <= 8 and all(size <= PANEL_BYTES for size in row_bytes)
+            joined, fits = "panels", rows <= PANEL_ROWS and all(size <= PANEL_BYTES for size in row_bytes)
         return joined if fits and self.max_num_seqs * self.num_kv_heads >= MANY_ITEMS[joined] else ""
 
 
@@ -157,7 +156,7 @@ class Signature:
         out_strides, pack_out = _row_strides("out", out, shape, align=4)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_tensor(name, scale, device=device)
-        k_format, v_format = get_format(shape.kv_format), get_format(shape.v_format or shape.kv_format)
+        k_format, v_format = get_formats(shape.kv_format, shape.v_format)
         k_strides = _cache_strides("k_cache", k_cache, k_format, shape, device)
         v_strides = _cache_strides("v_cache", v_cache, v_format, shape, device)
         if k_cache.shape[0] != v_cache.shape[0]:

@@ -7,6 +7,9 @@ import dataclasses
 ROW_CLASSES = (8, 16, 32, 64)
 """q rows (q_len × group) are padded to one of these; 8 is the N of one mma.sync tile."""
 
+PANEL_ROWS = 8
+"""Rows of each of two heads whose tiles lie side by side as panels; both together are the class of twice as many."""
+
 HEAD_SIZES = (64, 128, 256)
 MAX_ROWS = ROW_CLASSES[-1]
 

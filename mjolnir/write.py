@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mjolnir.checks import check_tensor, layout_key, remember
-from mjolnir.formats import get_format
+from mjolnir.formats import get_format, get_formats
 from mjolnir.page_views import MANY_ROWS, Cache, Pages, as_bits, broadcastable
 
 logger = logging.getLogger(__name__)
@@ -88,13 +88,13 @@ def write_kv(
         Side(value, Cache(v_cache, v_scale, v_block_scale)),
     )
     tokens = len(slot_mapping) if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() else 0
-    formats = get_format(kv_format).name, get_format(kv_format if v_format is None else v_format, "v_format").name
+    k_format, v_format = (fmt.name for fmt in get_formats(kv_format, v_format))
     tensors = (key, value, *sides[0].cache, *sides[1].cache)
-    asked = (*formats, tokens > MANY_ROWS, layout_key(tensors, any_rows=2))
+    asked = (k_format, v_format, tokens > MANY_ROWS, layout_key(tensors, any_rows=2))
     layout = _checked.get(asked)
     first = layout is None
     if layout is None:
-        layout = check_layout(sides, *formats)
+        layout = check_layout(sides, k_format, v_format)
     check_tensor("slot_mapping", slot_mapping, dtype=(torch.int32, torch.int64), ndim=1, device=key.device,
                  contiguous_rows=True)  # fmt: skip
     for name, rows in (("key", key), ("value", value)):

@@ -395,6 +395,13 @@ def _codec_faults(record: dict[str, Any], run: str) -> str:
     return str(len(record["correctness"]["SmolLM2-135M"]["fp8#codec"]["runs"][run]["agreement"]["faults"]))
 
 
+def _side_by_side(record: dict[str, Any]) -> str:
+    """Of the trial of two heads in a stage, 64 x 8K: fp8, e2m3 and nvfp4, before and after."""
+    first = next(i for i, trial in enumerate(record["trials"]) if trial["what"].startswith("neighbouring heads side"))
+    trials = [t for t in record["trials"][first : first + 5] if t["what"].endswith("64 x 8K")]
+    return ", ".join(f"{trial['before']:.0f} to {trial['after']:.0f}" for trial in trials)
+
+
 def _vllm_shadow_checks(record: dict[str, Any]) -> str:
     """Passed of all."""
     steps = [run["steps"] for _, _, name, run, _ in _vllm_runs(record) if name == "shadow"]
@@ -430,16 +437,15 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
     "decode.small-pages": ("decode.json", lambda report: _slower(report, page_size=16)),
     "decode.token-major": ("decode.json", lambda report: _slower(report, than={"layout": "HND"})),
-    "decode.joined-heads-us": ("decode.json", lambda report: f"{_shape(report, '1x8K', head_dim=64).us:.1f}"),
-    "decode.joined-tokens-us": (
-        "decode.json",
-        lambda report: f"{_shape(report, '1x8K', head_dim=64, layout='HND').us:.1f}",
-    ),
     "low-bit.long-least": ("decode.json", lambda report: f"{min(_low_bit_gains(report)):.0f}"),
     "low-bit.long-most": ("decode.json", lambda report: f"{max(_low_bit_gains(report)):.0f}"),
     "write.us": ("write.json", lambda record: ", ".join(f"{us:.1f}" for us in _write_us(record))),
-    "verify.cases": ("verify.json", lambda record: str(len(record["rows"]))),
     "development.gpu-tests": ("development.json", lambda record: str(record["tests"]["passed"])),
+    "development.side-by-side": ("development.json", _side_by_side),
+    "development.shadow": (
+        "development.json",
+        lambda record: " and ".join(f"{error:.2e}" for error in record["shadow_checks"]["rel_errors"]),
+    ),
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
     "nvfp4.bad-launches": (
         "development.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from mjolnir import catalogue, cli, cli_support, doctor
 from mjolnir.backends import KERNEL_ARCHS
 from mjolnir.compiler import CompileResult
 from mjolnir.formats import FORMATS
+from mjolnir.signature import KV_LAYOUTS, RunnerShape
 from mjolnir.variant import HEAD_SIZES, ROW_CLASSES, Variant
 
 
@@ -212,6 +214,17 @@ def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
     panels = 2 * 2 + 2 * (2 + 3) + (2 + 1) * 2
     assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2 + 2 * 2 * 3 * 4 + 2 * 2 * 4 * 2 + 2 * 4 + panels
     assert Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8) in variants
+
+
+def test_catalogue_has_what_runners_join():
+    """Of many sequences, whose q rows are few; 16-bit K and V have one dtype."""
+    for kv_format, head_size in itertools.product(catalogue.QUERIES, HEAD_SIZES):
+        shapes = (
+            RunnerShape(8, 8, head_size, 64, torch.bfloat16, kv_format, kv_layout=layout, max_num_seqs=256)
+            for layout in KV_LAYOUTS
+        )
+        joined = {shape.joined(1) for shape in shapes} - {""}
+        assert joined == set(catalogue.JOINED.get((kv_format, head_size), ()))
 
 
 @given(

@@ -19,7 +19,7 @@ from mjolnir.kernels.launch_args import LaunchArgs
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
-from mjolnir.variant import Variant, rows_class
+from mjolnir.variant import PANEL_ROWS, Variant, rows_class
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,15 @@ def kernel_variant(
     shape: RunnerShape, arch: str, tuning: Tuning, q_len: int, q_dtype: str, q_split: bool = False
 ) -> Variant:
     """The kernel that a runner of this shape takes for a q_len and a query dtype; found without a GPU."""
-    joined, rows = shape.joined(q_len), q_len * shape.group
+    joined = shape.joined(q_len)
+    rows = q_len * shape.group * (2 if joined == "heads" else 1)
     return Variant(
         arch=arch,
         kv_format=shape.kv_format,
         q_dtype=q_dtype,
         out_dtype=DTYPE_NAMES[shape.out_dtype],
         head_size=shape.head_size,
-        rows=2 * rows_class(rows) if joined == "panels" else rows_class(2 * rows if joined == "heads" else rows),
+        rows=2 * PANEL_ROWS if joined == "panels" else rows_class(rows),
         split=tuning.max_splits != 1,
         pdl=tuning.pdl,
         q_split=q_split and shape.kv_format == "bf16",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mjolnir.checks import scale_view
-from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats import KvFormat, get_formats
 
 BUDGET = 1 << 24
 """Elements of K, and as many of V, decoded at a time (64 MB each in fp32); never less than one page."""
@@ -68,7 +68,7 @@ def decode(
     if num_seqs == 0:
         return
     num_pages, page_size, num_kv_heads, row_width = k_cache.shape
-    k_fmt, v_fmt = get_format(kv_format), get_format(kv_format if v_format is None else v_format, "v_format")
+    k_fmt, v_fmt = get_formats(kv_format, v_format)
     head_size = k_fmt.head_size_of(row_width)
     q, q_exponent = _normalised(_by_head(query, num_seqs, q_len, num_kv_heads, head_size), q_mul)
     out_rows = _by_head(out, num_seqs, q_len, num_kv_heads, head_size)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mjolnir.calibration.scales import KvScales, LayerScales
 from mjolnir.checks import check_positive_int
-from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats import KvFormat, get_formats
 from mjolnir.runner import DecodeRunner, StepPlan
 from mjolnir.write import write_kv
 
@@ -53,7 +53,7 @@ class PagedKVCache:
         scales: KvScales | None = None,
         seed: int = 0,
     ) -> None:
-        self.formats = get_format(kv_format), get_format(kv_format if v_format is None else v_format, "v_format")
+        self.formats = get_formats(kv_format, v_format)
         self.page_size = check_positive_int("page_size", page_size)
         self.max_tokens = check_positive_int("max_tokens", max_tokens)
         max_pages = -(-max_tokens // page_size)

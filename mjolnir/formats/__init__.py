@@ -27,3 +27,13 @@ def get_format(name: str, argument: str = "kv_format") -> KvFormat:
         return FORMATS[name]
     except (KeyError, TypeError):  # a list has no hash
         raise ValueError(f"{argument} must be one of {', '.join(FORMATS)}, got {name!r}") from None
+
+
+def get_formats(kv_format: str, v_format: str | None) -> tuple[KvFormat, KvFormat]:
+    """The formats of K and of V; without ``v_format`` V has K's.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    k = get_format(kv_format)
+    return k, k if v_format is None else get_format(v_format, "v_format")

@@ -18,7 +18,7 @@ ROWS_PER_PROGRAM, STARTS_PER_PROGRAM = 8, 8 * 1024
 """A row compares its position with the starts of all sequences: 8 × 1024 of them take 64 registers a thread. With more
 sequences a program makes fewer rows."""
 
-INT32_MAX = tl.constexpr(2**31 - 1)
+INT32_MAX = tl.constexpr(plan.INT32_MAX)
 FAR = tl.constexpr(2**62)
 TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_COST), tl.constexpr(plan.MIN_SHARE)
 COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats import KvFormat, get_formats
 from mjolnir.layouts import KVLayout, split_kv_cache
 from mjolnir.page_views import as_bits
 from mjolnir.reference import decode_attention_oracle
@@ -107,7 +107,7 @@ class Problem:
 def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """Normal Q, K and V in pages of random order."""
     gen = torch.Generator().manual_seed(seed)
-    formats = get_format(case.kv_format), get_format(case.v_format or case.kv_format)
+    formats = get_formats(case.kv_format, case.v_format)
     lengths = LENGTHS[case.lengths]
     pages_of = [-(-length // case.page_size) for length in lengths]
     num_pages = sum(pages_of) + SPARE_PAGES
