@@ -35,15 +35,8 @@ class Consumer:
 
     @cute.jit
     def run(self, args, smem, warp, lane):
-        """Every kv_groups-th tile of each piece, for this warp's rows of Q."""
+        """Of each piece every kv_groups-th tile, then what this warp does of the results."""
         geo = self.geo
-        g, t = lane // 4, lane % 4
-        tokens = self.math.tokens_of(g)
-        kv_group, row_group = warp // geo.row_groups, warp % geo.row_groups
-        row0 = row_group * geo.rows_per_warp
-        side = row_group if geo.sides == 2 else 0
-        own0 = 0 if geo.sides == 2 else row0  # the first row, as the own head counts
-        q_frags = smem + geo.q_offset + (kv_group * geo.row_groups + row_group) * geo.q_warp_bytes + lane * 16
         stage = Int32(0)  # as the producer counts
         filled = Int32(0)  # bit s: parity of the phase in which stage s is full next
         turn = Int32(0)
@@ -57,44 +50,11 @@ class Consumer:
                 seq_len = cutlass.min(ptx.ldg_b32(args.seq_lens + Int64(seq) * 4), args.max_len)
                 begin, end = span_of(self.mailbox.read(smem, turn), p, seq_len)
                 tiles = num_tiles(geo, begin, end)
-                mult = self.read_q(args, q_frags, seq, head, row0, g, t)
-                if cutlass.const_expr(geo.own_q):
-                    self.prefetch_q(args, self.mailbox.read(smem, turn), p + 1, row0, g, t)
-                state = self.softmax.start()
                 stage = first_stage(geo, stage)
-                mine = stage + kv_group
-                held = Int32(0)  # the barrier of a stage that was read but is not released yet, see release
-                for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
-                    if cutlass.const_expr(geo.scale_stage_bytes > 0):
-                        if held != 0:
-                            self.release(held, lane)
-                    token0 = begin + tile * geo.tile
-                    k_tile = smem + mine * geo.stage_bytes + side * (geo.tile * geo.k.row_bytes)
-                    v_tile = smem + mine * geo.stage_bytes + geo.v_in_stage + side * (geo.tile * geo.v.row_bytes)
-                    scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
-                    k_scales = scales + side * (geo.tile * geo.k.scale_bytes)
-                    v_scales = scales + geo.v_in_scales + side * (geo.tile * geo.v.scale_bytes)
-                    ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
-                    filled = filled ^ (Int32(1) << mine)
-                    scores = self.math.scores(k_tile, k_scales, q_frags, g, t)
-                    if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
-                        self.clear_rows(v_tile, v_scales, end - token0, lane)
-                        for c in cutlass.range_constexpr(2 * geo.row_tiles):
-                            q_token = (own0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
-                            limit = seq_len - (args.q_len - 1 - q_token) * args.causal - token0
-                            seen = [limit - token for token in tokens]
-                            for i in cutlass.range_constexpr(geo.tile // 8):
-                                s = scores[c // 2][2 * i + c % 2]
-                                scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
-                    self.softmax.update(state, scores, mult)
-                    self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
-                    held = smem + geo.empty_offset + 8 * mine
-                    if cutlass.const_expr(geo.scale_stage_bytes == 0):
-                        self.release(held, lane)
-                    mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
-                if cutlass.const_expr(geo.scale_stage_bytes > 0):
-                    if held != 0:
-                        self.release(held, lane)
+                mult = self.read_q(args, smem, warp, lane, seq, head, seq_len)
+                if cutlass.const_expr(geo.own_q):
+                    self.prefetch_q(args, self.mailbox.read(smem, turn), p + 1, warp, lane)
+                state, filled = self.attend(args, smem, warp, lane, seq_len, begin, end, mult, stage, filled)
                 stage = (stage + tiles) % geo.stages
                 work = self.mailbox.read(smem, turn)
                 mode = self.mailbox.mode(smem, turn)
@@ -102,7 +62,7 @@ class Consumer:
                 result = SplitMerge(self.variant, geo, args, smem, seq, head, paired)
                 if cutlass.const_expr(geo.own_q):
                     ptx.mbarrier_wait(result.exchange_free, (written & 1) ^ 1)
-                result.share(state, mult, kv_group, row0)
+                self.share(result, state, mult, smem, warp)
                 alone = result.conclude(
                     work.row,
                     work.first_row if p == 0 and work.first_tile > 0 else work.row,
@@ -117,6 +77,60 @@ class Consumer:
             self.mailbox.wait(smem, turn)
             pieces = self.mailbox.read(smem, turn).pieces
 
+    def place(self, warp: Any) -> tuple[Any, Any]:
+        """(kv group, first q row) of a warp."""
+        return warp // self.geo.row_groups, warp % self.geo.row_groups * self.geo.rows_per_warp
+
+    def share(self, result: SplitMerge, state: Any, mult: Any, smem: Any, warp: Any) -> None:
+        result.share(state, mult, *self.place(warp))
+
+    @cute.jit
+    def attend(self, args, smem, warp, lane, seq_len, begin, end, mult, stage, filled):
+        """S, softmax and O of this warp's tiles of [begin, end) and rows of Q."""
+        geo = self.geo
+        g, t = lane // 4, lane % 4
+        tokens = self.math.tokens_of(g)
+        kv_group, row0 = self.place(warp)
+        side = warp % geo.row_groups if geo.sides == 2 else 0
+        own0 = 0 if geo.sides == 2 else row0  # the first row, as the own head counts
+        q_frags = self.q_frags(smem, warp, lane)
+        tiles = num_tiles(geo, begin, end)
+        state = self.softmax.start()
+        mine = stage + kv_group
+        held = Int32(0)  # the barrier of a stage that was read but is not released yet, see release
+        for tile in cutlass.range(kv_group, tiles, geo.kv_groups, unroll=1):
+            if cutlass.const_expr(geo.scale_stage_bytes > 0):
+                if held != 0:
+                    self.release(held, lane)
+            token0 = begin + tile * geo.tile
+            k_tile = smem + mine * geo.stage_bytes + side * (geo.tile * geo.k.row_bytes)
+            v_tile = smem + mine * geo.stage_bytes + geo.v_in_stage + side * (geo.tile * geo.v.row_bytes)
+            scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
+            k_scales = scales + side * (geo.tile * geo.k.scale_bytes)
+            v_scales = scales + geo.v_in_scales + side * (geo.tile * geo.v.scale_bytes)
+            ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
+            filled = filled ^ (Int32(1) << mine)
+            scores = self.math.scores(k_tile, k_scales, q_frags, g, t)
+            if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
+                self.clear_rows(v_tile, v_scales, end - token0, lane)
+                for c in cutlass.range_constexpr(2 * geo.row_tiles):
+                    q_token = (own0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
+                    limit = seq_len - (args.q_len - 1 - q_token) * args.causal - token0
+                    seen = [limit - token for token in tokens]
+                    for i in cutlass.range_constexpr(geo.tile // 8):
+                        s = scores[c // 2][2 * i + c % 2]
+                        scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
+            self.softmax.update(state, scores, mult)
+            self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
+            held = smem + geo.empty_offset + 8 * mine
+            if cutlass.const_expr(geo.scale_stage_bytes == 0):
+                self.release(held, lane)
+            mine = mine + geo.kv_groups if mine + geo.kv_groups < geo.stages else kv_group
+        if cutlass.const_expr(geo.scale_stage_bytes > 0):
+            if held != 0:
+                self.release(held, lane)
+        return state, filled
+
     @cute.jit
     def release(self, stage_empty, lane):
         """Give a stage back to the producer.
@@ -130,8 +144,10 @@ class Consumer:
             ptx.mbarrier_arrive(stage_empty)
 
     @cute.jit
-    def prefetch_q(self, args, work, p, row0, g, t):
+    def prefetch_q(self, args, work, p, warp, lane):
         """Q of piece p, if there is one, into L1 a piece before it is read: under load that takes L2 a microsecond."""
+        g, t = lane // 4, lane % 4
+        _, row0 = self.place(warp)
         if p < work.pieces:
             seq, head = item_of(args, work, p)
             for n in cutlass.range_constexpr(self.geo.row_tiles):
@@ -150,10 +166,16 @@ class Consumer:
         token = seq * args.q_len + token
         return args.q + (Int64(token) * args.q_token_stride + Int64(q_head) * args.q_head_stride) * 2
 
+    def q_frags(self, smem: Any, warp: Any, lane: Any) -> Any:
+        return smem + self.geo.q_offset + warp * self.geo.q_warp_bytes + lane * 16
+
     @cute.jit
-    def read_q(self, args, q_frags, seq, head, row0, g, t):
+    def read_q(self, args, smem, warp, lane, seq, head, seq_len):
         """Q of the warp's rows to B fragments in shared memory; returns mult of this lane's columns."""
         geo = self.geo
+        g, t = lane // 4, lane % 4
+        _, row0 = self.place(warp)
+        q_frags = self.q_frags(smem, warp, lane)
         own = self.own_quarter(t)
         factor = Float32(1.0)
         if cutlass.const_expr(geo.joined != "heads"):
@@ -187,9 +209,13 @@ class Consumer:
             scale = cute.arch.shuffle_sync(unscale[c // 2], (2 * t + c % 2) * 4)
             if cutlass.const_expr(geo.joined != "heads"):
                 scale = scale * (factor * sign)
-            scale = scale * (LOG2_E * self.math.k_unpack.unscale)
-            mult.append(cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN)))
+            mult.append(self.to_mult(scale))
         return mult
+
+    def to_mult(self, scale: Any) -> Any:
+        """A row's factor from raw S to base-2 scores."""
+        scale = scale * (LOG2_E * self.math.k_unpack.unscale)
+        return cutlass.max(cutlass.min(scale, Float32(FLT_MAX)), Float32(FLT_MIN))
 
     def score_factor(self, args: DecodeArgs, seq: Any, kv_head: Any) -> Any:
         """Softmax scale and K descale."""

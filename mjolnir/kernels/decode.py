@@ -23,9 +23,10 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales, DecodeArgs, read_launch_args
 from mjolnir.kernels.consumer import Consumer
-from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.geometry import PRODUCER_REGISTERS, WARP, WIDE_REGISTERS, Geometry
 from mjolnir.kernels.producer import Producer
 from mjolnir.kernels.scale_copier import ScaleCopier
+from mjolnir.kernels.wide import WideConsumer
 from mjolnir.variant import Variant
 
 SWIZZLES = {
@@ -42,7 +43,7 @@ class DecodeKernel:
         self.variant = variant
         self.geo = Geometry.of(variant)
         self.producer = Producer(variant, self.geo)
-        self.consumer = Consumer(variant, self.geo)
+        self.consumer = (WideConsumer if self.geo.wide else Consumer)(variant, self.geo)
         self.scale_copier = ScaleCopier(variant, self.geo)
 
     @cute.jit
@@ -185,7 +186,7 @@ class DecodeKernel:
                 ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
             for box in cutlass.range_constexpr(2):
                 ptx.mbarrier_init(smem + geo.mail_full_offset + 8 * box, Int32(1))
-                ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(warps - 1))
+                ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(geo.mail_readers))
             ptx.mbarrier_init(smem + geo.exchange_free_offset, Int32(1))
             ptx.sts_b32(smem + geo.counter_offset, Int32(0))
             ptx.fence_mbarrier_init()
@@ -194,15 +195,20 @@ class DecodeKernel:
         cute.arch.sync_threads()
         # With PDL nothing that is read before griddepcontrol_wait is more than a guess: the kernel before may still be
         # writing the plan, lengths, scales, Q or the cache.
-        if warp == geo.consumer_warps:
-            if cutlass.const_expr(self.variant.pdl):
-                self.producer.touch(args, cta, lane)
-            self.producer.run(args, cta, half, smem, lane, desc_k, desc_v)
-        else:
+        if warp < geo.consumer_warps:
+            if cutlass.const_expr(geo.wide):
+                ptx.raise_registers(WIDE_REGISTERS)
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
-            if warp < geo.consumer_warps:
-                self.consumer.run(args, smem, warp, lane)
-            if cutlass.const_expr(geo.feeding_warps == 2):
-                if warp > geo.consumer_warps:
-                    self.scale_copier.run(args, smem, lane)
+            self.consumer.run(args, smem, warp, lane)
+        else:
+            if cutlass.const_expr(geo.wide):
+                ptx.lower_registers(PRODUCER_REGISTERS)
+            if warp == geo.consumer_warps:
+                if cutlass.const_expr(self.variant.pdl):
+                    self.producer.touch(args, cta, lane)
+                self.producer.run(args, cta, half, smem, lane, desc_k, desc_v)
+            elif cutlass.const_expr(geo.scale_stage_bytes > 0):
+                if cutlass.const_expr(self.variant.pdl):
+                    cute.arch.griddepcontrol_wait()
+                self.scale_copier.run(args, smem, lane)

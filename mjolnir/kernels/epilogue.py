@@ -124,6 +124,8 @@ class Epilogue:
     def exchange_word(self) -> Any:
         """Where ``share`` put this thread's elements: element 2 i + h of lane g's chunk."""
         geo = self.geo
+        if geo.wide:
+            return self.element
         run = geo.v.panel_elems // 8
         panel = self.element // geo.v.panel_elems
         inside = self.element % geo.v.panel_elems
@@ -173,7 +175,8 @@ class Epilogue:
                 addr = base + self.exchange + ((group * geo.rows + row) * geo.exchange_stride + word) * 4
                 ms.append(m)
                 ls.append(l)
-                values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + 18 * 4)))
+                # Two and two: a warp's O lies in order only where it is wide.
+                values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + (2 if geo.wide else 18) * 4)))
             add_parts(state, ms, ls, values, mult)
 
     def v_factors(self) -> list[Any]:

@@ -15,6 +15,18 @@ an H200, and a ring of four stages, one per consumer warp, faster than one of ei
 
 RING_STAGES = 4
 
+WIDE_RING_BYTES = (128 * 1024, 96 * 1024)
+"""Of a wide kernel, which has an SM to itself."""
+
+WARPGROUP = 4
+"""Warps that issue one wgmma together."""
+
+PRODUCER_REGISTERS, WIDE_REGISTERS = 72, 216
+"""Of a thread of a wide kernel, whose three warpgroups begin with 168 each."""
+
+WIDE_ROW_BYTES = 52
+"""Per q row of a wide kernel: (m, factor) of each warpgroup, a word of each warp, the keys that the row sees."""
+
 SMEM_BYTES = {"sm_120a": 99 * 1024}
 """Shared memory per SM where it is not OTHER_SMEM_BYTES; 1 KB of it goes to each CTA's launch."""
 
@@ -72,6 +84,21 @@ class Operand:
         return quarter if self.bits == 6 else min(16, quarter)
 
 
+def takes_wgmma(variant: Variant) -> bool:
+    """Whether the kernel is a wide one: Hopper, 32 or 64 q rows of 128 elements, 8-bit formats, nothing tuned by hand.
+
+    With mma.sync each row group unpacks all of K and V for itself, and 64 rows take the tensor pipe's whole rate."""
+    formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
+    return (
+        variant.arch == "sm_90a"
+        and variant.rows >= 32
+        and variant.head_size == (64 if variant.joined == "heads" else 128)
+        and all(fmt.bits == 8 for fmt in formats)
+        and not variant.stages
+        and variant.ctas_per_sm <= 1
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
@@ -91,10 +118,14 @@ class Geometry:
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
     joined: str  # what makes rows of 128 bytes, see Variant
     own_q: bool = False  # Q lies beside the exchange buffer, not in it
+    wide: bool = False  # a kv group is a warpgroup, whose four warps work on all q rows together: see wide.py
 
     @classmethod
     def of(cls, variant: Variant) -> Geometry:
         available = SMEM_BYTES.get(variant.arch, OTHER_SMEM_BYTES)
+        if takes_wgmma(variant):
+            rings = (cls._wide(variant, ring_bytes) for ring_bytes in WIDE_RING_BYTES)
+            return next(geometry for geometry in rings if geometry.smem_bytes + 1024 <= available)
         for ring_bytes in RING_BYTES:
             geometry = cls._with_ring(variant, ring_bytes)
             fit = available // (geometry.smem_bytes + 1024)
@@ -173,6 +204,27 @@ class Geometry:
             joined=variant.joined,
         )
 
+    @classmethod
+    def _wide(cls, variant: Variant, ring_bytes: int) -> Geometry:
+        """Two warpgroups, which take turns at stages as kv groups do."""
+        row = [Operand.of(get_format(name), 128) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
+        return cls(
+            heads_per_item=128 // variant.head_size,
+            head_size=128,
+            rows=variant.rows,
+            k=row[0],
+            v=row[1],
+            tile=64,
+            stages=ring_bytes // (64 * (row[0].row_bytes + row[1].row_bytes)),
+            rows_per_warp=variant.rows // WARPGROUP,
+            row_groups=WARPGROUP,
+            kv_groups=2,
+            ctas_per_sm=1,
+            q_terms=1,
+            joined=variant.joined,
+            wide=True,
+        )
+
     @property
     def consumer_warps(self) -> int:
         return self.kv_groups * self.row_groups
@@ -184,8 +236,14 @@ class Geometry:
 
     @property
     def feeding_warps(self) -> int:
-        """Of a half: the producer and, for block scales, the warp that copies them."""
-        return 2 if self.scale_stage_bytes else 1
+        """Of a half: the producer and, for block scales, the warp that copies them. A wide kernel's producer has a
+        warpgroup to itself, whose other warps only leave their registers to the consumers."""
+        return WARPGROUP if self.wide else 2 if self.scale_stage_bytes else 1
+
+    @property
+    def mail_readers(self) -> int:
+        """Warps of a half to which the producer hands rows over."""
+        return self.consumer_warps + (1 if self.scale_stage_bytes else 0)
 
     @property
     def halves(self) -> int:
@@ -252,7 +310,10 @@ class Geometry:
     @property
     def exchange_stride(self) -> int:
         """fp32 words per row of the exchange buffer: 18 words per 16 elements and an odd multiple of 4 keep the
-        two-word writes of a half warp in different banks."""
+        two-word writes of a half warp in different banks. A wide kernel's elements are in order: four of them and such
+        a multiple do that for four-word writes."""
+        if self.wide:
+            return self.head_size + 4
         words = self.m_tiles * 18
         return words + (4 - words) % 16
 
@@ -266,8 +327,8 @@ class Geometry:
         """At the barrier of a full stage: the lane that issues the boxes and, for block scales, all that copy them."""
         return 1 + (WARP if self.scale_stage_bytes else 0)
 
-    # Shared memory, in bytes from its 1024-aligned base: ring, block scales of the ring, exchange, Q, (m, l), row
-    # scales, flag, counter, mbarriers, mailbox.
+    # Shared memory, in bytes from its 1024-aligned base: ring, block scales of the ring or operands of wgmma, exchange,
+    # Q, (m, l), row scales, flag, counter, mbarriers, mailbox.
 
     @property
     def scales_offset(self) -> int:
@@ -275,7 +336,28 @@ class Geometry:
 
     @property
     def exchange_offset(self) -> int:
+        if self.wide:
+            return self.wide_rows_offset + self.rows * WIDE_ROW_BYTES
         return self.scales_offset + self.stages * self.scale_stage_bytes
+
+    @property
+    def wide_q_offset(self) -> int:
+        """Q of a wide kernel: panels of 64 f16 elements, swizzled as wgmma reads them."""
+        return self.scales_offset
+
+    @property
+    def wide_p_offset(self) -> int:
+        """P of each warpgroup: a row of 64 f16 tokens per q row, swizzled likewise."""
+        return self.wide_q_offset + self.rows * self.head_size * 2
+
+    @property
+    def wide_p_bytes(self) -> int:
+        return self.rows * self.tile * 2
+
+    @property
+    def wide_rows_offset(self) -> int:
+        """What the warps of a wide kernel know of each q row: see wide.py."""
+        return self.wide_p_offset + self.kv_groups * self.wide_p_bytes
 
     @property
     def exchange_warp_bytes(self) -> int:

@@ -6,7 +6,7 @@ bytes travel as Int32. Names follow the PTX ISA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cutlass import Float32, Int32, Int64
@@ -17,8 +17,11 @@ _MLIR_TYPE = {"r": T.i32, "l": T.i64, "f": T.f32}
 _DSL_TYPE: dict[str, Any] = {"r": Int32, "l": Int64, "f": Float32}
 
 
-def _asm(results: str, code: str, args: Sequence[Any] = (), kinds: str = "", side_effects: bool = False) -> Any:
-    """Inline PTX with ``results`` and ``args`` typed by one letter each: r (b32), l (b64), f (f32)."""
+def _asm(
+    results: str, code: str, args: Sequence[Any] = (), kinds: Iterable[str] = "", side_effects: bool = False
+) -> Any:
+    """Inline PTX with ``results`` and ``args`` typed by one letter each: r (b32), l (b64), f (f32); an argument of a
+    result's register by that result's number."""
     types = [_MLIR_TYPE[k]() for k in results]
     constraints = ",".join([f"={k}" for k in results] + list(kinds))
     if len(types) == 1:
@@ -52,6 +55,24 @@ def barrier_sync(barrier: Any, threads: Any) -> None:
     _asm("", "barrier.sync $0, $1;", [barrier, threads], "rr", True)
 
 
+def barrier_or(barrier: Any, threads: Any, flag: Any) -> Any:
+    """``barrier_sync``; 1 if any thread's flag is not 0, else 0."""
+    code = (
+        "{ .reg .pred own, any; setp.ne.b32 own, $3, 0; barrier.red.or.pred any, $1, $2, own;"
+        " selp.b32 $0, 1, 0, any; }"
+    )
+    return _asm("r", code, [barrier, threads, flag], "rrr", True)
+
+
+def raise_registers(count: int) -> None:
+    """All warps of a warpgroup: have ``count`` registers a thread, once others have given them up."""
+    _asm("", f"setmaxnreg.inc.sync.aligned.u32 {count};", side_effects=True)
+
+
+def lower_registers(count: int) -> None:
+    _asm("", f"setmaxnreg.dec.sync.aligned.u32 {count};", side_effects=True)
+
+
 # Shared memory
 
 
@@ -75,6 +96,10 @@ def lds_f32(addr: Any) -> Any:
     return _asm("f", "ld.shared.f32 $0, [$1];", [addr], "r", True)
 
 
+def lds_f32x4(addr: Any) -> Any:
+    return _asm("ffff", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
+
+
 def lds_f32x2(addr: Any) -> Any:
     return _asm("ff", "ld.shared.v2.f32 {$0,$1}, [$2];", [addr], "r", True)
 
@@ -94,6 +119,10 @@ def sts_f32(addr: Any, x: Any) -> None:
 
 def sts_f32x2(addr: Any, x: Any, y: Any) -> None:
     _asm("", "st.shared.v2.f32 [$0], {$1,$2};", [addr, x, y], "rff", True)
+
+
+def sts_f32x4(addr: Any, x: Sequence[Any]) -> None:
+    _asm("", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", [addr, *x], "rffff", True)
 
 
 def sts128(addr: Any, words: Sequence[Any]) -> None:

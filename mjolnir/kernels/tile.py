@@ -55,9 +55,9 @@ class TileMath:
                 for j, factor in enumerate(ptx.ldg_f32x4(addr + Int64(element + i) * 4)):
                     values[at + i + j] = values[at + i + j] * factor
 
-    def store_q_row(self, addr: Any, values: Any, sign: Any):
-        """Store the B fragments of one Q row times ``sign`` (0 for a padding row) after an exact power-of-two
-        scaling; returns the factor that undoes it."""
+    def pack_q_row(self, values: Any, sign: Any):
+        """One Q row times ``sign`` (0 for a padding row), in the MMA's dtype after an exact power-of-two scaling: the
+        lane's words in the order of its K bytes, per term of Q, and the factor that undoes the scaling."""
         amax = Float32(0.0)
         len_values = self.geo.head_size // 4
         for i in range(len_values):
@@ -72,13 +72,21 @@ class TileMath:
         order = self.k_unpack.k_order
         scaled = [values[i // len(order) * len(order) + order[i % len(order)]] * scale for i in range(len_values)]
         pack = ptx.pack_bf16x2 if self.k_unpack.mma_dtype == "bf16" else ptx.pack_f16x2
+        terms = []
         for term in range(self.geo.q_terms):
             words = [pack(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
-            for i in range(0, len(words), 4):
-                ptx.sts128(addr + term * self.geo.q_term_bytes + i * (4 * WARP), words[i : i + 4])
+            terms.append(words)
             if term + 1 < self.geo.q_terms:
                 rounded = [x for w in words for x in ptx.unpack_bf16x2(w)]
                 scaled = [x - r for x, r in zip(scaled, rounded, strict=True)]
+        return terms, unscale
+
+    def store_q_row(self, addr: Any, values: Any, sign: Any):
+        """Store the B fragments of one Q row times ``sign``; returns the factor that undoes its scaling."""
+        terms, unscale = self.pack_q_row(values, sign)
+        for term, words in enumerate(terms):
+            for i in range(0, len(words), 4):
+                ptx.sts128(addr + term * self.geo.q_term_bytes + i * (4 * WARP), words[i : i + 4])
         return unscale
 
     def token_of(self, row: Any) -> Any:
