@@ -4,8 +4,9 @@ The work lies on one line, items (sequence, KV head) one after the other, each a
 tokens plus PIECE_COST for what a piece costs beside its tiles; or, where rows are aligned to items (aligned_share), as
 long as its tiles alone, rounded up to whole rows. The line is cut into rows; a row may hold several pieces, an item may
 span several rows, and no length has a say in how many rows there are. CTA c starts with row c; whoever is done takes
-the next row that nobody has. There are as many rows as CTAs; but where lengths differ much, a CTA's time is hard to
-tell beforehand, and rows get smaller towards the end of the line (cut_line).
+the next row that nobody has. There are as many rows as CTAs, or over equal lengths a few less that end where items do;
+but where lengths differ much, a CTA's time is hard to tell beforehand, and rows get smaller towards the end of the line
+(cut_line).
 
 Fixed splits (PlanShape.fixed_tiles) are aligned rows of one length in every step, each a split of one item: where an
 item is cut, and so the order of every sum, follows from the item alone. There the work decides how many rows there are.
@@ -71,6 +72,10 @@ ALIGN_SLACK = 3
 """Below DYNAMIC_ABOVE, rows that hold one piece each may be this much longer than equal ones: a row that ends one
 item and begins another merges twice, about 2 us more."""
 
+WHOLE_SLACK = 2 * PIECE_COST
+"""Rows over equal lengths end where items end if that makes them at most so many tiles longer than equal ones: cut
+anywhere, nearly every row has a piece more, and a merge to see to."""
+
 INT32_MAX = 2**31 - 1
 
 Int32Array = npt.NDArray[np.int32]
@@ -128,8 +133,8 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     seq_length = length * shape.num_kv_heads
     seq_end = seq_length.cumsum()
     total = int(seq_end[-1])
-    skewed = longest * len(tiles) >= SKEWED * work
-    segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, longest, skewed, shape)
+    even, skewed = longest * len(tiles) == work, longest * len(tiles) >= SKEWED * work
+    segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, longest, even, skewed, shape)
     in_use = min(_row_of(segments, total - 1) + 1, shape.num_rows)  # the last row takes what fixed splits leave over
 
     position = _row_starts(segments, in_use)
@@ -185,14 +190,17 @@ def aligned_share(tiles: Int64Array, work: int, longest: int, shape: PlanShape) 
     return 0, 1
 
 
-def cut_line(total: int, longest: int, skewed: bool, shape: PlanShape) -> list[Segment]:
-    """The segments that cover a line of ``total``; ``longest``: most tiles of a sequence, ``skewed``: see SKEWED."""
+def cut_line(total: int, longest: int, even: bool, skewed: bool, shape: PlanShape) -> list[Segment]:
+    """The segments that cover a line of ``total``; ``longest``: most tiles of a sequence, ``even``: all have as many,
+    ``skewed``: see SKEWED."""
     equal = -(-total // shape.num_ctas)
     if shape.max_splits not in (None, 1):
         # n tiles touch at most (n - 2) // share + 2 rows of one size.
         return [Segment(0, 0, max(equal, MIN_SHARE, (longest - 2) // (shape.max_splits - 1) + 1))]
     if equal < DYNAMIC_ABOVE or not skewed:
-        return [Segment(0, 0, max(equal, MIN_SHARE))]
+        item = longest + PIECE_COST
+        whole = -(-equal // item) * item
+        return [Segment(0, 0, whole if even and whole <= equal + WHOLE_SLACK else max(equal, MIN_SHARE))]
     segments, start, first_row = [], 0, 0
     for rows, tenths in SHARES:
         share = -(-total * tenths // (10 * shape.num_ctas))

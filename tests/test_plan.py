@@ -33,6 +33,7 @@ from mjolnir.plan import (
     SINGLE_TILES,
     SKEWED,
     WAIT,
+    WHOLE_SLACK,
     PlanShape,
     build_plan,
     fixed_rows,
@@ -131,6 +132,15 @@ def shrinking(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
     return skewed and equal_share(lens, shape, margin) >= DYNAMIC_ABOVE
 
 
+def whole_items(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
+    """Whether items are of one length and, dealt out whole, leave no CTA much more than an equal share."""
+    tiles, items = planned_tiles(lens, margin), len(lens) * shape.num_kv_heads
+    if len(set(tiles)) != 1 or shape.max_splits not in (None, 1) or aligned_rows(lens, shape, margin) is not None:
+        return False
+    equal = equal_share(lens, shape, margin)
+    return any(equal <= n * (tiles[0] + PIECE_COST) <= equal + WHOLE_SLACK for n in range(1, items + 1))
+
+
 def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[int, int] | None:
     """(tiles per row, rows per split) where all items can take whole rows, and every CTA has one at most."""
     items = [n for n in planned_tiles(lens, margin) for _ in range(shape.num_kv_heads)]
@@ -175,6 +185,9 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
         rows = [piece.row for piece in walk(plan, lens, shape.num_kv_heads)]
         assert rows == list(range(plan[0, 0])) and len(rows) <= shape.num_ctas
         assert max(units) <= aligned[0] + PIECE_COST
+    elif whole_items(lens, shape, margin):
+        assert plan[0, 0] <= shape.num_ctas and not plan[1:, [2, 5]].any()
+        assert max(units) <= equal + WHOLE_SLACK
     elif not shrinking(lens, shape, margin):
         assert plan[0, 0] <= shape.num_ctas
         assert max(units) <= max(equal, MIN_SHARE) + PIECE_COST

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mjolnir.kernels import ptx, tile
+from mjolnir.kernels import ptx, tile, wgmma
 
 Words = npt.NDArray[np.uint32]
 
@@ -81,6 +81,13 @@ class Warp:
 
     def ldg_f32x4(self, addr: Any) -> list[npt.NDArray[np.float64]]:
         return [x.astype(np.float64) for x in self._read_global(addr, np.float32, 4)]
+
+    def lds_b32(self, addr: Any) -> Words:
+        return self.lds_words(addr, 4)[0]
+
+    def sts_b32(self, addr: Any, word: Any) -> None:
+        data = np.ascontiguousarray(np.broadcast_to(word, 32), np.uint32).view(np.uint8).reshape(32, 4)
+        self.smem[np.broadcast_to(addr, 32)[:, None] + np.arange(4)] = data
 
     def sts128(self, addr: Any, words: Any) -> None:
         data = np.stack([np.broadcast_to(w, 32) for w in words], -1).astype(np.uint32)
@@ -179,6 +186,42 @@ class Warp:
             out[G + 8 * (i // 2), 2 * T + i % 2] = values
         out += lhs @ rhs
         return [out[G + 8 * (i // 2), 2 * T + i % 2] for i in range(4)]
+
+
+class Wgmma:
+    """One warp's part of wgmma. ``install`` puts it in the place of kernels/wgmma.py."""
+
+    def __init__(self, warp: Warp) -> None:
+        self.warp = warp
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("mma", "store_transposed", "descriptor"):
+            monkeypatch.setattr(wgmma, name, getattr(self, name))
+
+    @staticmethod
+    def descriptor(addr: int) -> int:
+        assert addr % 1024 == 0
+        return addr >> 4
+
+    def mma(self, a: Any, b: int, c: Any, accumulate: bool = True) -> list[Any]:
+        """A 16 x 16 as in mma.m16n8k16; B's row r, a column of the product, in bytes swizzled by 128."""
+        columns = 2 * len(c)
+        at = (b << 4) + 128 * np.arange(columns)[:, None] + np.arange(32)
+        rhs = self.warp.smem[at ^ (at >> 7 & 7) << 4].view(np.float16).astype(np.float64).T
+        lhs, out = np.zeros((16, 16)), np.zeros((16, columns))
+        for i, word in enumerate(a):
+            for e in range(2):
+                lhs[G + 8 * (i % 2), 2 * T + 8 * (i // 2) + e] = halves(word, np.float16)[:, e]
+        for i, values in enumerate(c):
+            out[G + 8 * (i % 4 // 2), i // 4 * 8 + 2 * T + i % 2] = values
+        out = lhs @ rhs + out * accumulate
+        return [out[G + 8 * (i % 4 // 2), i // 4 * 8 + 2 * T + i % 2] for i in range(len(c))]
+
+    def store_transposed(self, addr: Any, words: Any) -> None:
+        for i, word in enumerate(words):
+            matrix = np.ascontiguousarray(word, np.uint32).view(np.uint16).reshape(8, 8)
+            rows = np.ascontiguousarray(matrix.T).view(np.uint8).reshape(8, 16)
+            self.warp.smem[addr[8 * i : 8 * i + 8, None] + np.arange(16)] = rows
 
 
 class _Arch:

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales, DecodeArgs, read_launch_args
 from mjolnir.kernels.consumer import Consumer
-from mjolnir.kernels.geometry import PRODUCER_REGISTERS, WARP, WIDE_REGISTERS, Geometry
+from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.producer import Producer
 from mjolnir.kernels.scale_copier import ScaleCopier
 from mjolnir.kernels.wide import WideConsumer
@@ -196,14 +196,14 @@ class DecodeKernel:
         # With PDL nothing that is read before griddepcontrol_wait is more than a guess: the kernel before may still be
         # writing the plan, lengths, scales, Q or the cache.
         if warp < geo.consumer_warps:
-            if cutlass.const_expr(geo.wide):
-                ptx.raise_registers(WIDE_REGISTERS)
+            if cutlass.const_expr(geo.wide is not None):
+                ptx.raise_registers(geo.wide.registers)
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
             self.consumer.run(args, smem, warp, lane)
         else:
-            if cutlass.const_expr(geo.wide):
-                ptx.lower_registers(PRODUCER_REGISTERS)
+            if cutlass.const_expr(geo.wide is not None):
+                ptx.lower_registers(geo.wide.producer_registers)
             if warp == geo.consumer_warps:
                 if cutlass.const_expr(self.variant.pdl):
                     self.producer.touch(args, cta, lane)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from mjolnir.formats import KvFormat, get_format
 from mjolnir.variant import Variant
@@ -15,17 +16,21 @@ an H200, and a ring of four stages, one per consumer warp, faster than one of ei
 
 RING_STAGES = 4
 
-WIDE_RING_BYTES = (128 * 1024, 96 * 1024)
-"""Of a wide kernel, which has an SM to itself."""
-
 WARPGROUP = 4
 """Warps that issue one wgmma together."""
 
-PRODUCER_REGISTERS, WIDE_REGISTERS = 72, 216
-"""Of a thread of a wide kernel, whose three warpgroups begin with 168 each."""
 
-WIDE_ROW_BYTES = 52
-"""Per q row of a wide kernel: (m, factor) of each warpgroup, a word of each warp, the keys that the row sees."""
+class Wide(NamedTuple):
+    """What a wide kernel has of an SM, which is all its own."""
+
+    kv_groups: int  # warpgroups, which take turns at stages
+    stages: int
+    registers: int  # of a consumer thread, and of the producer's warpgroup: all begin with the mean
+    producer_registers: int
+
+
+WIDE = {32: Wide(2, 10, 232, 40), 64: Wide(2, 6, 232, 40)}
+"""By q rows. 64 rows take two thirds of a thread's registers for O, S and the operands alone."""
 
 SMEM_BYTES = {"sm_120a": 99 * 1024}
 """Shared memory per SM where it is not OTHER_SMEM_BYTES; 1 KB of it goes to each CTA's launch."""
@@ -118,14 +123,13 @@ class Geometry:
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
     joined: str  # what makes rows of 128 bytes, see Variant
     own_q: bool = False  # Q lies beside the exchange buffer, not in it
-    wide: bool = False  # a kv group is a warpgroup, whose four warps work on all q rows together: see wide.py
+    wide: Wide | None = None  # a kv group is a warpgroup, whose four warps work on all q rows together: see wide.py
 
     @classmethod
     def of(cls, variant: Variant) -> Geometry:
         available = SMEM_BYTES.get(variant.arch, OTHER_SMEM_BYTES)
         if takes_wgmma(variant):
-            rings = (cls._wide(variant, ring_bytes) for ring_bytes in WIDE_RING_BYTES)
-            return next(geometry for geometry in rings if geometry.smem_bytes + 1024 <= available)
+            return cls._wide(variant, WIDE[variant.rows])
         for ring_bytes in RING_BYTES:
             geometry = cls._with_ring(variant, ring_bytes)
             fit = available // (geometry.smem_bytes + 1024)
@@ -205,24 +209,23 @@ class Geometry:
         )
 
     @classmethod
-    def _wide(cls, variant: Variant, ring_bytes: int) -> Geometry:
-        """Two warpgroups, which take turns at stages as kv groups do."""
-        row = [Operand.of(get_format(name), 128) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
+    def _wide(cls, variant: Variant, wide: Wide) -> Geometry:
+        k, v = (Operand.of(get_format(name), 128) for name in (variant.kv_format, variant.v_format or variant.kv_format))
         return cls(
             heads_per_item=128 // variant.head_size,
             head_size=128,
             rows=variant.rows,
-            k=row[0],
-            v=row[1],
+            k=k,
+            v=v,
             tile=64,
-            stages=ring_bytes // (64 * (row[0].row_bytes + row[1].row_bytes)),
+            stages=wide.stages,
             rows_per_warp=variant.rows // WARPGROUP,
             row_groups=WARPGROUP,
-            kv_groups=2,
+            kv_groups=wide.kv_groups,
             ctas_per_sm=1,
             q_terms=1,
             joined=variant.joined,
-            wide=True,
+            wide=wide,
         )
 
     @property
@@ -337,7 +340,7 @@ class Geometry:
     @property
     def exchange_offset(self) -> int:
         if self.wide:
-            return self.wide_rows_offset + self.rows * WIDE_ROW_BYTES
+            return self.wide_rows_offset + self.rows * self.wide_row_bytes
         return self.scales_offset + self.stages * self.scale_stage_bytes
 
     @property
@@ -356,8 +359,13 @@ class Geometry:
 
     @property
     def wide_rows_offset(self) -> int:
-        """What the warps of a wide kernel know of each q row: see wide.py."""
+        """What the warps of a wide kernel know of each q row, see wide.py."""
         return self.wide_p_offset + self.kv_groups * self.wide_p_bytes
+
+    @property
+    def wide_row_bytes(self) -> int:
+        """(m, mult) and a limit of each warpgroup, a word of each warp, the keys that the row sees."""
+        return self.kv_groups * 12 + self.consumer_warps * 4 + 4
 
     @property
     def exchange_warp_bytes(self) -> int:

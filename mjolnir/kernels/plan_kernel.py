@@ -22,7 +22,8 @@ INT32_MAX = tl.constexpr(plan.INT32_MAX)
 FAR = tl.constexpr(2**62)
 TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_COST), tl.constexpr(plan.MIN_SHARE)
 COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)
-DYNAMIC_ABOVE, SKEWED, ALIGN_SLACK = (tl.constexpr(n) for n in (plan.DYNAMIC_ABOVE, plan.SKEWED, plan.ALIGN_SLACK))
+DYNAMIC_ABOVE, SKEWED = tl.constexpr(plan.DYNAMIC_ABOVE), tl.constexpr(plan.SKEWED)
+ALIGN_SLACK, WHOLE_SLACK = tl.constexpr(plan.ALIGN_SLACK), tl.constexpr(plan.WHOLE_SLACK)
 SINGLE_TILES, PAIR_SHARE = tl.constexpr(plan.SINGLE_TILES), tl.constexpr(plan.PAIR_SHARE)
 SHORT_0, SHORT_1 = (tl.constexpr(tiles) for tiles in plan.SHORT_TILES)
 ARRIVE, WAIT, PAIRED = tl.constexpr(plan.ARRIVE), tl.constexpr(plan.WAIT), tl.constexpr(plan.PAIRED)
@@ -131,6 +132,10 @@ def _build_plan(
     if MAX_SPLITS > 1:
         share_0 = tl.maximum(share_0, (longest - 2) // (MAX_SPLITS - 1) + 1)
     else:
+        item = tl.maximum(longest, 1) + COST
+        whole = (equal + (item - 1)) // item * item
+        even = (aligned == 0) & (num_seqs > 0) & (longest * num_seqs == tl.sum(tiles, 0))
+        share_0 = tl.where(even & (whole <= equal + WHOLE_SLACK), whole, share_0)
         guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & (longest * num_seqs >= SKEWED * tl.sum(tiles, 0))
         share_0 = tl.where(guided, (total * TENTHS_0 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_0)
         share_1 = tl.where(guided, (total * TENTHS_1 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_1)

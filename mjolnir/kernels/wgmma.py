@@ -1,7 +1,7 @@
 """wgmma: matrix products that the four warps of a warpgroup issue together, with A in registers and B in shared memory.
 
-They are asynchronous: ``fence`` before the first of a batch, ``commit`` after the last, and what they read and write is
-the caller's again once ``wait`` has returned. Names and layouts follow the PTX ISA, section wgmma.
+They are asynchronous: ``fence`` before the first of a batch, ``commit`` after the last, and what they read and write,
+registers of A too, is the caller's again once ``wait`` has returned. Names and layouts follow the PTX ISA, section wgmma.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ def mma(a: Sequence[Any], b: Any, c: Sequence[Any], accumulate: bool = True) -> 
     return list(_asm("f" * count, code, [*c, *a, b], [*map(str, range(count)), *"rrrr", "l"], True))
 
 
-def fence() -> None:
-    """Order registers and earlier products before the next ones."""
-    _asm("", "wgmma.fence.sync.aligned;", side_effects=True)
+def fence(frags: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Order registers and earlier products before the next ones, whose A fragments these are: those made later would
+    make the assembler serialize the batch."""
+    words = [word for frag in frags for word in frag]
+    code = "wgmma.fence.sync.aligned;"
+    words = list(_asm("r" * len(words), code, words, map(str, range(len(words))), True))
+    return [words[i : i + 4] for i in range(0, len(words), 4)]
 
 
 def commit() -> None:
@@ -56,7 +60,8 @@ def commit() -> None:
 
 
 def wait(values: Sequence[Any]) -> list[Any]:
-    """Wait for all committed products, which leave these values."""
+    """Wait for all committed products, which leave these values. (With a batch left pending the assembler serializes
+    them all: it cannot tell whose registers are free.)"""
     return list(_asm("f" * len(values), "wgmma.wait_group.sync.aligned 0;", values, map(str, range(len(values))), True))
 
 
