@@ -87,7 +87,9 @@ class DecodeRunner:
         sm_count: multiprocessors to plan for; None: all of the device's.
         fixed_split: batch-invariant mode: sequences are split every so many tokens, a multiple of 64, whatever the
             batch is, and a sequence's result is bitwise the same alone, in any batch and at any position, if plans are
-            made from the lengths that run, with one margin. None: splits follow from balance, which is faster.
+            made from the lengths that run, with one margin. Not among runners that differ in more than their steps:
+            promised NHD pages, max_num_seqs decides whether heads are joined, and so the order of sums. None: splits
+            follow from balance, which is faster.
         max_step_tokens: needed with fixed_split: most tokens that a step's sequences have together, shared pages
             counted each time, margins too. h_k · (max_num_seqs + max_step_tokens / fixed_split) rows of the plan and
             its partial results are kept for them. A step of more is refused if its lengths are on the host; planned

@@ -18,8 +18,9 @@ if dsl_missing_reason():
 
 from warp import LANE, G, T, Warp
 
-from mjolnir.kernels.geometry import Geometry, Operand
+from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.lanes import k_loads, position_of, token_of, v_loads
+from mjolnir.kernels.operand import Operand
 from mjolnir.kernels.tile import TileMath
 from mjolnir.variant import HEAD_SIZES, Variant
 

@@ -1,4 +1,4 @@
-"""The operands of the wide kernels' products, run in NumPy one warp at a time: S and O of a tile, and bank conflicts."""
+"""The operands of the wide kernels' products, in NumPy, one warp at a time: S and O of a tile, and bank conflicts."""
 
 from __future__ import annotations
 

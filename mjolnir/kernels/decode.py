@@ -197,13 +197,13 @@ class DecodeKernel:
         # writing the plan, lengths, scales, Q or the cache.
         if warp < geo.consumer_warps:
             if cutlass.const_expr(geo.wide is not None):
-                ptx.raise_registers(geo.wide.registers)
+                ptx.raise_registers(geo.registers[0])
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
             self.consumer.run(args, smem, warp, lane)
         else:
             if cutlass.const_expr(geo.wide is not None):
-                ptx.lower_registers(geo.wide.producer_registers)
+                ptx.lower_registers(geo.registers[1])
             if warp == geo.consumer_warps:
                 if cutlass.const_expr(self.variant.pdl):
                     self.producer.touch(args, cta, lane)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from mjolnir.formats import KvFormat, get_format
+from mjolnir.formats import get_formats
+from mjolnir.kernels.operand import Operand
 from mjolnir.variant import Variant
 
 WARP = 32
@@ -52,53 +53,15 @@ UNSET = -1
 """The bits of an empty slot's words: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """How K or V lies in a stage. A panel is the part of a row that one shared-memory row holds (at most 128 bytes,
-    which is what the TMA's swizzles are made for); panels lie one after the other, each with all tokens of the tile."""
-
-    bits: int
-    panel_bytes: int
-    panels: int
-    scale_bytes: int  # block scales of a row; 0: none
-
-    @classmethod
-    def of(cls, fmt: KvFormat, head_size: int) -> Operand:
-        row_bytes = fmt.row_bytes(head_size)
-        panels = -(-row_bytes // 128)
-        return cls(fmt.bits, row_bytes // panels, panels, fmt.scale_width(head_size))
-
-    @property
-    def row_bytes(self) -> int:
-        return self.panels * self.panel_bytes
-
-    @property
-    def panel_elems(self) -> int:
-        return self.panel_bytes * 8 // self.bits
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes of the TMA's swizzle; 0: rows lie as they are (96, 48 and 32 bytes: see lanes.py)."""
-        return self.panel_bytes if self.panel_bytes in (64, 128) else 0
-
-    @property
-    def k_unit(self) -> int:
-        """Bytes of a K row that a lane unpacks at once. Six-bit codes come in 12 bytes at a time: a lane's quarter of
-        a row is that or twice that."""
-        quarter = self.panel_bytes // 4
-        return quarter if self.bits == 6 else min(16, quarter)
-
-
 def takes_wgmma(variant: Variant) -> bool:
     """Whether the kernel is a wide one: Hopper, 32 or 64 q rows of 128 elements, 8-bit formats, nothing tuned by hand.
 
     With mma.sync each row group unpacks all of K and V for itself, and 64 rows take the tensor pipe's whole rate."""
-    formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
     return (
         variant.arch == "sm_90a"
         and variant.rows >= 32
         and variant.head_size == (64 if variant.joined == "heads" else 128)
-        and all(fmt.bits == 8 for fmt in formats)
+        and all(fmt.bits == 8 for fmt in get_formats(variant.kv_format, variant.v_format or None))
         and not variant.stages
         and variant.ctas_per_sm <= 1
     )
@@ -151,8 +114,7 @@ class Geometry:
         heads_per_item = 2 if variant.joined in ("heads", "panels") else 1
         sides = 2 if variant.joined == "panels" else 1
         d, rows = variant.head_size * heads_per_item // sides, variant.rows
-        formats = [get_format(name) for name in (variant.kv_format, variant.v_format or variant.kv_format)]
-        k, v = (Operand.of(fmt, d) for fmt in formats)
+        k, v = (Operand.of(fmt, d) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         token_bytes = sides * (k.row_bytes + v.row_bytes)
         # 16 rows share the unpacking of a tile, which is what formats of 8 bits and less cost; the accumulator then
         # takes rows_per_warp * d / 32 registers a lane, 64 at d = 128.
@@ -210,7 +172,7 @@ class Geometry:
 
     @classmethod
     def _wide(cls, variant: Variant, wide: Wide) -> Geometry:
-        k, v = (Operand.of(get_format(name), 128) for name in (variant.kv_format, variant.v_format or variant.kv_format))
+        k, v = (Operand.of(fmt, 128) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         return cls(
             heads_per_item=128 // variant.head_size,
             head_size=128,
@@ -242,6 +204,11 @@ class Geometry:
         """Of a half: the producer and, for block scales, the warp that copies them. A wide kernel's producer has a
         warpgroup to itself, whose other warps only leave their registers to the consumers."""
         return WARPGROUP if self.wide else 2 if self.scale_stage_bytes else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer thread and of one of the producer's warpgroup, where they differ; else zeros."""
+        return (self.wide.registers, self.wide.producer_registers) if self.wide else (0, 0)
 
     @property
     def mail_readers(self) -> int:

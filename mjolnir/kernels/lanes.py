@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mjolnir.kernels.geometry import Operand
+from mjolnir.kernels.operand import Operand
 
 Load = tuple[Any, int]
 """Offset in bytes, and width: 4, 8 or 16 bytes."""

@@ -58,8 +58,7 @@ def barrier_sync(barrier: Any, threads: Any) -> None:
 def barrier_or(barrier: Any, threads: Any, flag: Any) -> Any:
     """``barrier_sync``; 1 if any thread's flag is not 0, else 0."""
     code = (
-        "{ .reg .pred own, any; setp.ne.b32 own, $3, 0; barrier.red.or.pred any, $1, $2, own;"
-        " selp.b32 $0, 1, 0, any; }"
+        "{ .reg .pred own, any; setp.ne.b32 own, $3, 0; barrier.red.or.pred any, $1, $2, own; selp.b32 $0, 1, 0, any; }"
     )
     return _asm("r", code, [barrier, threads, flag], "rrr", True)
 

@@ -1,7 +1,7 @@
 """wgmma: matrix products that the four warps of a warpgroup issue together, with A in registers and B in shared memory.
 
 They are asynchronous: ``fence`` before the first of a batch, ``commit`` after the last, and what they read and write,
-registers of A too, is the caller's again once ``wait`` has returned. Names and layouts follow the PTX ISA, section wgmma.
+registers of A too, is the caller's again once ``wait`` has returned. Names and layouts follow the PTX ISA.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The operands stay swapped, S^T = K Q^T and O^T = V^T P^T: K and V are A, unpacked in registers as for mma.sync, and
 Q and P are B, in shared memory. The four warps of a warpgroup share a tile of 64 tokens. Of S^T warp w has tokens
-16 w … 16 w + 15, of O^T elements 32 w … 32 w + 31, and both of all q rows: each byte of K and V is unpacked by one warp,
-where with mma.sync every row group unpacks all of them.
+16 w … 16 w + 15, of O^T elements 32 w … 32 w + 31, and both of all q rows: one warp unpacks a byte of K or V, where
+with mma.sync every row group unpacks all of them.
 
 A row's running maximum m is the warpgroup's, since its P goes into one product. It changes rarely (see softmax.py), so
 it lies in shared memory, beside mult, and a barrier that also votes says whether any warp needs it to grow.
@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64
 from mjolnir.kernels import ptx, wgmma
 from mjolnir.kernels.consumer import Consumer
 from mjolnir.kernels.epilogue import CONSUMER_BARRIERS
-from mjolnir.kernels.geometry import WARP, WARPGROUP, Geometry
+from mjolnir.kernels.geometry import WARP, WARPGROUP
 from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
 from mjolnir.kernels.lanes import k_loads
 from mjolnir.kernels.softmax import NEG_INF, P_BIAS, RESCALE_ABOVE, weight_of
