@@ -12,7 +12,7 @@ if [ "${1:-}" = --compile ]; then
   exec "${PYTHON:-python3}" -m mjolnir compile --out "${2:?the folder for kernels}" \
     'decode_sm_90a_fp8_qbf16_obf16_d*[48]_r8_split_pdl' 'decode_sm_90a_fp8_qbf16_obf16_d*[48]_r16_split_pdl' \
     'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r8_split_pdl' 'decode_sm_90a_bf16_qbf16_obf16_d*[48]_r16_split_pdl' \
-    'decode_sm_90a_nvfp4_qbf16_obf16_d128_r8_split_pdl' 'decode_sm_90a_nvfp4_qbf16_obf16_d128_r16_split_pdl'
+    'decode_sm_90a_nvfp4_qbf16_obf16_d128_r8*_split_pdl' 'decode_sm_90a_nvfp4_qbf16_obf16_d128_r16*_split_pdl'
 fi
 out=${1:?the folder for results}
 shift
