@@ -402,6 +402,24 @@ def _side_by_side(record: dict[str, Any]) -> str:
     return ", ".join(f"{trial['before']:.0f} to {trial['after']:.0f}" for trial in trials)
 
 
+def _trials(record: dict[str, Any], first: str, count: int) -> list[tuple[float, float]]:
+    """(before, after) of trials that follow each other, from the one whose text begins so."""
+    at = next(i for i, trial in enumerate(record["trials"]) if trial["what"].startswith(first))
+    return [(trial["before"], trial["after"]) for trial in record["trials"][at : at + count]]
+
+
+def _wide(record: dict[str, Any]) -> str:
+    """64 x 8K with 64 q rows, before and after."""
+    ((before, after),) = _trials(record, "wgmma for 64 q rows", 1)
+    return f"{before:.0f} to {after:.0f}"
+
+
+def _whole_items(record: dict[str, Any]) -> str:
+    """256 x 1K with rows that end where items end, less than without."""
+    changes = [100 * (1 - after / before) for before, after in _trials(record, "rows over equal lengths end", 3)]
+    return ", ".join(f"{heads} {change:.0f} %" for heads, change in zip(("32/8", "32/4", "64/8"), changes, strict=True))
+
+
 def _vllm_shadow_checks(record: dict[str, Any]) -> str:
     """Passed of all."""
     steps = [run["steps"] for _, _, name, run, _ in _vllm_runs(record) if name == "shadow"]
@@ -414,7 +432,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode-all": ("decode.json", decode_all_table),
     "fixed-splits": ("decode.json", fixed_splits_table),
     "gates": ("decode.json", gates_table),
-    "gates-partial": ("decode_partial.json", gates_table),
     "low-bit": ("decode.json", low_bit_table),
     "bandwidth": ("bandwidth.svg", bandwidth_plot),
     "verify": ("verify.json", verify_table),
@@ -429,14 +446,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "decode-partial.rows": ("decode_partial.json", lambda report: str(len(report.rows))),
     "decode.rows": ("decode.json", lambda report: str(len(report.rows))),
     "decode.geomean": ("decode.json", lambda report: f"{geometric_mean(_ratios(report)):.3f}"),
     "decode.worst": ("decode.json", lambda report: f"{max(_ratios(report)):.2f}"),
     "decode.best-tb-s": ("decode.json", lambda report: f"{max(row.tb_s for row in report.rows):.2f}"),
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
     "decode.small-pages": ("decode.json", lambda report: _slower(report, page_size=16)),
-    "decode.token-major": ("decode.json", lambda report: _slower(report, than={"layout": "HND"})),
     "low-bit.long-least": ("decode.json", lambda report: f"{min(_low_bit_gains(report)):.0f}"),
     "low-bit.long-most": ("decode.json", lambda report: f"{max(_low_bit_gains(report)):.0f}"),
     "write.us": ("write.json", lambda record: ", ".join(f"{us:.1f}" for us in _write_us(record))),
@@ -446,6 +461,12 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
         "development.json",
         lambda record: " and ".join(f"{error:.2e}" for error in record["shadow_checks"]["rel_errors"]),
     ),
+    "development.wide": ("development.json", _wide),
+    "development.wide-instructions": (
+        "development.json",
+        lambda record: f"{record['profile']['fp8_wide_64_rows_16x8K']['instructions_per_warp_and_tile']:.0f}",
+    ),
+    "development.whole-items": ("development.json", _whole_items),
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
     "nvfp4.bad-launches": (
         "development.json",
@@ -479,9 +500,9 @@ def _shape(report: Report, batch: str, **changes: Any) -> Row:
     return next(row for row in report.rows if all(getattr(row, name) == value for name, value in wanted.items()))
 
 
-def _slower(report: Report, than: dict[str, Any] | None = None, **changes: Any) -> str:
-    """How much longer, in percent, 64 x 8K takes with ``changes`` than with ``than`` instead."""
-    return f"{100 * (_shape(report, '64x8K', **changes).us / _shape(report, '64x8K', **(than or {})).us - 1):.0f}"
+def _slower(report: Report, **changes: Any) -> str:
+    """How much longer, in percent, 64 x 8K takes with ``changes``."""
+    return f"{100 * (_shape(report, '64x8K', **changes).us / _shape(report, '64x8K').us - 1):.0f}"
 
 
 def _low_bit_changes(report: Report) -> list[tuple[Row, float]]:
@@ -531,7 +552,6 @@ def _load_json(path: Path) -> Any:
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "decode.json": Report.load,
-    "decode_partial.json": Report.load,
     "verify.json": _load_json,
     "write.json": _load_json,
     ACCURACY: _load_json,

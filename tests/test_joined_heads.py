@@ -105,8 +105,9 @@ def test_scores_are_of_a_rows_own_head(monkeypatch: pytest.MonkeyPatch, shape: S
         query = query * q_mul
 
     stand_in = SimpleNamespace(geo=geo, variant=variant, math=TileMath(variant, geo))
-    for name in ("own_quarter", "q_address"):
+    for name in ("own_quarter", "q_address", "place", "q_frags"):
         setattr(stand_in, name, getattr(Consumer, name).__get__(stand_in))
+    stand_in.to_mult = jit_method(Consumer, "to_mult").__get__(stand_in)
     stand_in.score_factor = lambda *a: Consumer.score_factor(stand_in, *a)  # type: ignore[arg-type]
     read_q = jit_method(Consumer, "read_q")
     fmt = get_format("fp8")
@@ -118,8 +119,8 @@ def test_scores_are_of_a_rows_own_head(monkeypatch: pytest.MonkeyPatch, shape: S
         k_tile = row_group * geo.tile * D if joined == "panels" else 0
         for side in range(geo.sides):
             lay_out(warp.smem, side * geo.tile * D, geo.k, codes[:, side * D :] if joined == "panels" else codes)
-        row0, frags = row_group * geo.rows_per_warp, geo.q_offset + LANE * 16
-        mult = read_q(stand_in, args, frags, SEQ, pair, row0, G, T)
+        row0, frags = row_group * geo.rows_per_warp, geo.q_offset + row_group * geo.q_warp_bytes + LANE * 16
+        mult = read_q(stand_in, args, 0, row_group, LANE, SEQ, pair, 0)
         scores = stand_in.math.scores(k_tile, geo.scales_offset, frags, G, T)
         for n, e, lane in itertools.product(range(geo.row_tiles), range(2), range(32)):
             row = row0 + n * 8 + 2 * T[lane] + e
