@@ -119,6 +119,7 @@ def _sections() -> Iterator[Case]:
     yield Case(kv_format="fp16", q_dtype="fp16", head_size=256)
     yield from _low_bit()
     yield from _joined()
+    yield from _wide()
 
 
 def _low_bit() -> Iterator[Case]:
@@ -171,3 +172,16 @@ def _joined() -> Iterator[Case]:
         yield dataclasses.replace(odd, page_size=16, lengths="skewed", scales="negative")
         for group, q_len, page_size in ((8, 1, 256), (4, 2, 32), (1, 8, 64)):
             yield dataclasses.replace(side_by_side, num_heads=2 * group, q_len=q_len, page_size=page_size)
+
+
+def _wide() -> Iterator[Case]:
+    """32 and 64 q rows over pieces of many tiles, which the warps of a group work on together."""
+    for q_len in (4, 8):
+        common = Case(num_heads=16, q_len=q_len)
+        for lengths in ("single", "skewed", "many"):
+            yield dataclasses.replace(common, lengths=lengths, page_size=16)
+        for scales in ("negative", "zero", "huge"):
+            out_dtype = "bf16" if scales == "huge" else "fp16"
+            yield dataclasses.replace(common, lengths="skewed", scales=scales, factors=True, out_dtype=out_dtype)
+        yield dataclasses.replace(common, lengths="skewed", causal=False)
+    yield Case(head_size=64, kv_layout="NHD", num_heads=8, q_len=8, lengths="skewed")
