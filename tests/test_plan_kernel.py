@@ -201,7 +201,7 @@ def test_slots_begin_empty(backend: CuteBackend) -> None:
     """Two a row, of 8 and of 64 rows of Q: O, and m and l."""
     for q_len, rows in ((1, 8), (8, 64)):
         shape = backend.plan_buffer(q_len).shape
-        slots = backend._partials[rows * (128 + 2)].view(2 * shape.num_rows, rows, 128 + 2)
+        slots = backend._partials[rows * (128 + 2), shape.num_rows].view(2 * shape.num_rows, rows, 128 + 2)
         assert slots.dtype == torch.int32 and (slots == UNSET).all()
 
 
@@ -221,7 +221,24 @@ def test_joined_heads_are_planned_as_one(fixed: dict[str, int]) -> None:
         assert (variant.joined, variant.head_size, variant.rows) == ("heads" if heads == 3 else "", 64, rows)
         assert shape.num_kv_heads == heads
         assert shape.fixed_rows == (heads * (4 + 640 // 128) if fixed else 0)
-        assert backend._partials[rows * (width + 2)].numel() == 2 * shape.num_rows * rows * (width + 2)
+        size = rows * (width + 2)
+        assert backend._partials[size, shape.num_rows].numel() == 2 * shape.num_rows * size
+
+
+def test_plans_of_more_rows_have_more_partial_results() -> None:
+    """8 KV heads of group 8 are 4 items of 16 rows side by side at q_len 1, and 8 items of 16 rows at q_len 2:
+    one size of partial results, but twice the rows of fixed splits."""
+    backend = CuteBackend(
+        arch="sm_90a",
+        device=torch.device("cpu"),
+        shape=RunnerShape(64, 8, 128, 64, torch.bfloat16, "fp8", kv_layout="NHD", max_num_seqs=64),
+        max_num_seqs=64,
+        tuning=Tuning(sm_count=5, fixed_split=128, max_step_tokens=6400),
+    )
+    for q_len, heads in ((1, 4), (2, 8)):
+        shape = backend.plan_buffer(q_len).shape
+        assert backend.variant(q_len, "bf16", False).rows == 16 and shape.num_rows == heads * (64 + 6400 // 128)
+        assert backend._partials[16 * 130, shape.num_rows].numel() == 2 * shape.num_rows * 16 * 130
 
 
 def test_pairs_are_for_ctas_that_have_halves(backend: CuteBackend) -> None:

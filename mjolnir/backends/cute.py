@@ -94,7 +94,8 @@ class CuteBackend:
         self._planners: set[PlanShape] = set()  # sizes of plans that the device can make: a kernel each
         self._plan_again: dict[int, Callable[[torch.Tensor, int, int], None]] = {}  # by q_len: the next launch of one
         self._plan_buffers: dict[int, PlanBuffer] = {}
-        self._partials: dict[int, torch.Tensor] = {}  # by size of a partial result; shared by the q_lens of one size
+        # By size of a partial result and rows of the plan; shared by the q_lens of which both are the same.
+        self._partials: dict[tuple[int, int], torch.Tensor] = {}
 
     def variant(self, q_len: int, q_dtype: str, q_split: bool) -> Variant:
         """The kernel for a q_len and a query dtype."""
@@ -109,12 +110,11 @@ class CuteBackend:
             heads = -(-self.shape.num_kv_heads // geometry.heads_per_item)
             shape = plan_shape(self.tuning, num_ctas, heads, self.max_num_seqs, geometry.halves == 2)
             buffer = PlanBuffer.make(shape, self.device)
-            if geometry.partial_floats not in self._partials:
+            size = geometry.partial_floats, shape.num_rows
+            if size not in self._partials:
                 # A row leaves at most two unfinished pieces: the first and the last of its work.
                 floats = 2 * shape.num_rows * geometry.partial_floats if self.tuning.max_splits != 1 else 4
-                self._partials[geometry.partial_floats] = torch.full(
-                    (floats,), UNSET, dtype=torch.int32, device=self.device
-                )
+                self._partials[size] = torch.full((floats,), UNSET, dtype=torch.int32, device=self.device)
             self._plan_buffers[q_len] = buffer
         return buffer
 
@@ -185,7 +185,7 @@ class CuteBackend:
         args = LaunchArgs(
             buffer.device.data_ptr(),
             buffer.counters_ptr,
-            self._partials[geometry.partial_floats].data_ptr(),
+            self._partials[geometry.partial_floats, buffer.shape.num_rows].data_ptr(),
             *signature.q_strides,
             *signature.out_strides,
             signature.lse_stride,

@@ -296,8 +296,11 @@ class WideConsumer(Consumer):
             for c in cutlass.range_constexpr(2 * columns):
                 row = c // 2 * 8 + 2 * t + c % 2
                 ptx.sts_f32(rows.stats + row * 8, tops[c])
-                room = RESCALE_ABOVE * ptx.rcp(ptx.lds_f32(rows.stats + row * 8 + 4))
-                ptx.sts_f32(rows.limits + row * 4, tops[c] + room)
+                mult = ptx.lds_f32(rows.stats + row * 8 + 4)
+                limit = tops[c] + RESCALE_ABOVE * ptx.rcp(mult)
+                # Of base-2 scores of 10^8 the next number is too far away: no room then.
+                limit = tops[c] if (limit - tops[c]) * mult > RESCALE_ABOVE + 0.5 else limit
+                ptx.sts_f32(rows.limits + row * 4, limit)
         self.sync_group(warp)
 
     @cute.jit
