@@ -76,7 +76,8 @@ class DecodeRunner:
             for many sequences. None: no promise. ``run`` refuses caches that break it. Where heads of 64 bytes are
             joined a NaN or Inf in K of one is in the results of both.
         ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
-            one thread block. None: tuned.
+            one thread block. None: tuned. With more than one, or with kv_stages, 32 and 64 q rows take mma.sync where
+            they would take wgmma, which is faster.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
             as balance asks for.
         kv_stages: stages of the K and V ring, more than four of them of fewer tokens each; None: tuned.

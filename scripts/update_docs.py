@@ -397,26 +397,23 @@ def _codec_faults(record: dict[str, Any], run: str) -> str:
 
 def _side_by_side(record: dict[str, Any]) -> str:
     """Of the trial of two heads in a stage, 64 x 8K: fp8, e2m3 and nvfp4, before and after."""
-    first = next(i for i, trial in enumerate(record["trials"]) if trial["what"].startswith("neighbouring heads side"))
-    trials = [t for t in record["trials"][first : first + 5] if t["what"].endswith("64 x 8K")]
-    return ", ".join(f"{trial['before']:.0f} to {trial['after']:.0f}" for trial in trials)
+    trials = [t for t in _trials(record, "neighbouring heads side", 5) if t["what"].endswith("64 x 8K")]
+    return ", ".join(map(_before_and_after, trials))
 
 
-def _trials(record: dict[str, Any], first: str, count: int) -> list[tuple[float, float]]:
-    """(before, after) of trials that follow each other, from the one whose text begins so."""
+def _trials(record: dict[str, Any], first: str, count: int) -> list[dict[str, Any]]:
+    """Trials that follow each other, from the one whose text begins so."""
     at = next(i for i, trial in enumerate(record["trials"]) if trial["what"].startswith(first))
-    return [(trial["before"], trial["after"]) for trial in record["trials"][at : at + count]]
+    return list(record["trials"][at : at + count])
 
 
-def _wide(record: dict[str, Any]) -> str:
-    """64 x 8K with 64 q rows, before and after."""
-    ((before, after),) = _trials(record, "wgmma for 64 q rows", 1)
-    return f"{before:.0f} to {after:.0f}"
+def _before_and_after(trial: dict[str, Any]) -> str:
+    return f"{trial['before']:.0f} to {trial['after']:.0f}"
 
 
 def _whole_items(record: dict[str, Any]) -> str:
     """256 x 1K with rows that end where items end, less than without."""
-    changes = [100 * (1 - after / before) for before, after in _trials(record, "rows over equal lengths end", 3)]
+    changes = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "rows over equal lengths end", 3)]
     return ", ".join(f"{heads} {change:.0f} %" for heads, change in zip(("32/8", "32/4", "64/8"), changes, strict=True))
 
 
@@ -461,7 +458,10 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
         "development.json",
         lambda record: " and ".join(f"{error:.2e}" for error in record["shadow_checks"]["rel_errors"]),
     ),
-    "development.wide": ("development.json", _wide),
+    "development.wide": (
+        "development.json",
+        lambda record: _before_and_after(_trials(record, "wgmma for 64 q rows", 1)[0]),
+    ),
     "development.wide-instructions": (
         "development.json",
         lambda record: f"{record['profile']['fp8_wide_64_rows_16x8K']['instructions_per_warp_and_tile']:.0f}",

@@ -7,6 +7,7 @@ it is known that the same source compiles and fits, no more.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from mjolnir.compiler.inspect import KernelReport, find_cuobjdump, inspect_varia
 if dsl_missing_reason():
     pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
 
-from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.geometry import WARP, Geometry, takes_wgmma
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
@@ -194,6 +195,25 @@ def test_too_many_ctas_for_an_sm_is_an_error():
 def test_what_cannot_be_joined(kv_format: str, head_size: int, joined: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Geometry.of(Variant("sm_90a", kv_format, "bf16", "bf16", head_size, 8, joined=joined))
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_what_takes_wgmma(rows: int) -> None:
+    variant = Variant("sm_90a", "fp8", "bf16", "bf16", 128, rows)
+    assert Geometry.of(variant).wide is not None
+    assert Geometry.of(dataclasses.replace(variant, head_size=64, joined="heads")).wide is not None
+    for other in (
+        {"rows": 16},
+        {"arch": "sm_100a"},
+        {"kv_format": "e2m3"},
+        {"head_size": 64},
+        {"q_split": True},
+        {"stages": 4},
+        {"ctas_per_sm": 2},
+    ):
+        assert not takes_wgmma(dataclasses.replace(variant, **other)), other
+    for joined in ("tokens", "panels"):
+        assert not takes_wgmma(dataclasses.replace(variant, joined=joined)), joined
 
 
 @pytest.mark.parametrize("tuning", [{"stages": 1}, {"ctas_per_sm": 8}])

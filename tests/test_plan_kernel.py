@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from mjolnir.backends.cute import CuteBackend  # noqa: E402
 from mjolnir.kernels import plan_kernel  # noqa: E402
-from mjolnir.kernels.geometry import UNSET, Geometry  # noqa: E402
+from mjolnir.kernels.geometry import Geometry  # noqa: E402
+from mjolnir.kernels.partials import UNSET  # noqa: E402
 from mjolnir.signature import RunnerShape  # noqa: E402
 from mjolnir.tuning import Tuning  # noqa: E402
 

@@ -28,8 +28,8 @@ from mjolnir.compiler.build import dsl_missing_reason
 if dsl_missing_reason():
     pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
 
-from mjolnir.kernels import epilogue, geometry, split, work
-from mjolnir.kernels.geometry import LOADS_IN_FLIGHT, LOG2_TEAM
+from mjolnir.kernels import epilogue, partials, split, work
+from mjolnir.kernels.partials import LOADS_IN_FLIGHT, LOG2_TEAM
 from mjolnir.plan import ARRIVE, PAIRED, PLAN_TILE, WAIT, PlanShape, build_plan, fixed_rows
 
 MULT = 0.5  # of every row: base-2 score per unit of raw S
@@ -72,7 +72,7 @@ def kernel_text(module: Any, *names: str, **stand_ins: Any) -> Any:
         found[name].decorator_list = []
     text = Pauses().visit(ast.Module([found[name] for name in names], type_ignores=[]))
     namespace: dict[str, Any] = {
-        **{name: getattr(geometry, name) for name in dir(geometry) if name.isupper()},
+        **{name: getattr(partials, name) for name in dir(partials) if name.isupper()},
         "Any": Any,
         "Int32": int,
         "Int64": int,
@@ -202,8 +202,8 @@ PTX = SimpleNamespace(
     st_relaxed_f32x2=access(lambda device, address, x, y: device.store(address, (x, y))),
     st_relaxed_f32x4=access(lambda device, address, values: device.store(address, values)),
     atomic_inc=access(lambda device, address, last, _: device.count(address, last)),
-    int_as_float=lambda bits: {geometry.UNSET: UNSET}[bits],
-    float_as_int=lambda value: geometry.UNSET if value is UNSET else 0,
+    int_as_float=lambda bits: {partials.UNSET: UNSET}[bits],
+    float_as_int=lambda value: partials.UNSET if value is UNSET else 0,
     lds_f32=lambda address: MULT,
     lds_b32=lambda half: half.flag,
     sts_b32=lambda half, value: setattr(half, "flag", value),

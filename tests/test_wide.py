@@ -20,7 +20,8 @@ from warp import LANE, G, T, Warp, Wgmma, jit_method, packed
 
 from mjolnir.kernels import wgmma
 from mjolnir.kernels.geometry import WARPGROUP, WIDE, Geometry
-from mjolnir.kernels.wide import K_STEP, WideConsumer
+from mjolnir.kernels.wgmma import K_STEP
+from mjolnir.kernels.wide import WideConsumer
 from mjolnir.variant import Variant
 
 FORMATS = [("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("fp8", "fp8_e5m2")]

@@ -2,7 +2,8 @@
 
 One producer warp streams tiles of K and V into a shared-memory ring by TMA; consumer warps take whole stages and
 keep their own running maximum m, sum l and O. The operands of the two products are swapped (S^T = K Q^T,
-O^T = V^T P^T), so that the few q rows of a decode step are the N = 8 of an mma.sync, not its M = 64:
+O^T = V^T P^T), so that the few q rows of a decode step are the N of an mma.sync, 8, and not an M of 64. In wide
+kernels, for many q rows, four consumer warps do together what one does otherwise, by wgmma (wide.py).
 
     producer:   take a row of the plan; for each of its pieces, for each tile: wait for a free stage, load its pages
     consumers:  for each piece: read Q; for each tile of this warp: S, mask, online softmax, O;

@@ -39,20 +39,6 @@ SMEM_BYTES = {"sm_120a": 99 * 1024}
 OTHER_SMEM_BYTES = 227 * 1024
 
 
-# The merge of splits (split.py)
-
-LOADS_IN_FLIGHT = 8
-"""Splits that a thread reads at once. A round trip to L2 takes as long for 16, but the longer code, which is fetched
-cold, cost more than the trips it saved."""
-
-LOG2_TEAM = ((16, 4), (64, 3), (256, 4), (1 << 30, 5))
-"""(up to so many splits, log2 of a team's members): more than 16 splits are merged in two steps, by teams of neighbours
-first. The two steps take about as many round trips."""
-
-UNSET = -1
-"""The bits of an empty slot's words: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
-
-
 def takes_wgmma(variant: Variant) -> bool:
     """Whether the kernel is a wide one: Hopper, 32 or 64 q rows of 128 elements, 8-bit formats, nothing tuned by hand.
 
@@ -60,8 +46,9 @@ def takes_wgmma(variant: Variant) -> bool:
     return (
         variant.arch == "sm_90a"
         and variant.rows >= 32
-        and variant.head_size == (64 if variant.joined == "heads" else 128)
+        and variant.head_size == {"": 128, "heads": 64}.get(variant.joined)
         and all(fmt.bits == 8 for fmt in get_formats(variant.kv_format, variant.v_format or None))
+        and not variant.q_split
         and not variant.stages
         and variant.ctas_per_sm <= 1
     )
@@ -70,7 +57,8 @@ def takes_wgmma(variant: Variant) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
-    stage and divide the q rows)."""
+    stage and divide the q rows; in a wide kernel they divide tokens and elements instead, and ``rows_per_warp`` only
+    gives the exchange buffer its size)."""
 
     heads_per_item: int  # KV heads: 2 where they are joined
     head_size: int  # of a q row's product: of both heads where they are one row
@@ -172,14 +160,15 @@ class Geometry:
 
     @classmethod
     def _wide(cls, variant: Variant, wide: Wide) -> Geometry:
-        k, v = (Operand.of(fmt, 128) for fmt in get_formats(variant.kv_format, variant.v_format or None))
+        d, tile = 128, WARPGROUP * 16  # a warp has 16 rows of an operand
+        k, v = (Operand.of(fmt, d) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         return cls(
-            heads_per_item=128 // variant.head_size,
-            head_size=128,
+            heads_per_item=d // variant.head_size,
+            head_size=d,
             rows=variant.rows,
             k=k,
             v=v,
-            tile=64,
+            tile=tile,
             stages=wide.stages,
             rows_per_warp=variant.rows // WARPGROUP,
             row_groups=WARPGROUP,
@@ -307,7 +296,7 @@ class Geometry:
     @property
     def exchange_offset(self) -> int:
         if self.wide:
-            return self.wide_rows_offset + self.rows * self.wide_row_bytes
+            return self.wide_seen_offset + self.rows * 4
         return self.scales_offset + self.stages * self.scale_stage_bytes
 
     @property
@@ -324,15 +313,26 @@ class Geometry:
     def wide_p_bytes(self) -> int:
         return self.rows * self.tile * 2
 
+    # What the warps of a wide kernel know of each q row, see ``Rows`` in wide.py.
+
     @property
-    def wide_rows_offset(self) -> int:
-        """What the warps of a wide kernel know of each q row, see wide.py."""
+    def wide_stats_offset(self) -> int:
+        """(m, mult), of each warpgroup."""
         return self.wide_p_offset + self.kv_groups * self.wide_p_bytes
 
     @property
-    def wide_row_bytes(self) -> int:
-        """(m, mult) and a limit of each warpgroup, a word of each warp, the keys that the row sees."""
-        return self.kv_groups * 12 + self.consumer_warps * 4 + 4
+    def wide_limits_offset(self) -> int:
+        return self.wide_stats_offset + self.kv_groups * self.rows * 8
+
+    @property
+    def wide_words_offset(self) -> int:
+        """A word of each warp."""
+        return self.wide_limits_offset + self.kv_groups * self.rows * 4
+
+    @property
+    def wide_seen_offset(self) -> int:
+        """The keys that the row sees."""
+        return self.wide_words_offset + self.consumer_warps * self.rows * 4
 
     @property
     def exchange_warp_bytes(self) -> int:

@@ -17,7 +17,7 @@ _MLIR_TYPE = {"r": T.i32, "l": T.i64, "f": T.f32}
 _DSL_TYPE: dict[str, Any] = {"r": Int32, "l": Int64, "f": Float32}
 
 
-def _asm(
+def asm(
     results: str, code: str, args: Sequence[Any] = (), kinds: Iterable[str] = "", side_effects: bool = False
 ) -> Any:
     """Inline PTX with ``results`` and ``args`` typed by one letter each: r (b32), l (b64), f (f32); an argument of a
@@ -48,11 +48,11 @@ def _asm(
 
 def thread_index() -> Any:
     """%tid.x, read where it stands in the code: what follows from it is not kept in registers across a loop before."""
-    return _asm("r", "mov.u32 $0, %tid.x;", side_effects=True)
+    return asm("r", "mov.u32 $0, %tid.x;", side_effects=True)
 
 
 def barrier_sync(barrier: Any, threads: Any) -> None:
-    _asm("", "barrier.sync $0, $1;", [barrier, threads], "rr", True)
+    asm("", "barrier.sync $0, $1;", [barrier, threads], "rr", True)
 
 
 def barrier_or(barrier: Any, threads: Any, flag: Any) -> Any:
@@ -60,51 +60,51 @@ def barrier_or(barrier: Any, threads: Any, flag: Any) -> Any:
     code = (
         "{ .reg .pred own, any; setp.ne.b32 own, $3, 0; barrier.red.or.pred any, $1, $2, own; selp.b32 $0, 1, 0, any; }"
     )
-    return _asm("r", code, [barrier, threads, flag], "rrr", True)
+    return asm("r", code, [barrier, threads, flag], "rrr", True)
 
 
 def raise_registers(count: int) -> None:
     """All warps of a warpgroup: have ``count`` registers a thread, once others have given them up."""
-    _asm("", f"setmaxnreg.inc.sync.aligned.u32 {count};", side_effects=True)
+    asm("", f"setmaxnreg.inc.sync.aligned.u32 {count};", side_effects=True)
 
 
 def lower_registers(count: int) -> None:
-    _asm("", f"setmaxnreg.dec.sync.aligned.u32 {count};", side_effects=True)
+    asm("", f"setmaxnreg.dec.sync.aligned.u32 {count};", side_effects=True)
 
 
 # Shared memory
 
 
 def lds_u8(addr: Any) -> Any:
-    return _asm("r", "ld.shared.u8 $0, [$1];", [addr], "r", True)
+    return asm("r", "ld.shared.u8 $0, [$1];", [addr], "r", True)
 
 
 def lds_u16(addr: Any) -> Any:
-    return _asm("r", "{ .reg .b16 x; ld.shared.u16 x, [$1]; cvt.u32.u16 $0, x; }", [addr], "r", True)
+    return asm("r", "{ .reg .b16 x; ld.shared.u16 x, [$1]; cvt.u32.u16 $0, x; }", [addr], "r", True)
 
 
 def lds64(addr: Any) -> Any:
-    return _asm("rr", "ld.shared.v2.b32 {$0,$1}, [$2];", [addr], "r", True)
+    return asm("rr", "ld.shared.v2.b32 {$0,$1}, [$2];", [addr], "r", True)
 
 
 def lds128(addr: Any) -> Any:
-    return _asm("rrrr", "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
+    return asm("rrrr", "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
 
 
 def lds_f32(addr: Any) -> Any:
-    return _asm("f", "ld.shared.f32 $0, [$1];", [addr], "r", True)
+    return asm("f", "ld.shared.f32 $0, [$1];", [addr], "r", True)
 
 
 def lds_f32x4(addr: Any) -> Any:
-    return _asm("ffff", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
+    return asm("ffff", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "r", True)
 
 
 def lds_f32x2(addr: Any) -> Any:
-    return _asm("ff", "ld.shared.v2.f32 {$0,$1}, [$2];", [addr], "r", True)
+    return asm("ff", "ld.shared.v2.f32 {$0,$1}, [$2];", [addr], "r", True)
 
 
 def lds_b32(addr: Any) -> Any:
-    return _asm("r", "ld.shared.b32 $0, [$1];", [addr], "r", True)
+    return asm("r", "ld.shared.b32 $0, [$1];", [addr], "r", True)
 
 
 def lds_words(addr: Any, width: int) -> tuple[Any, ...]:
@@ -113,55 +113,55 @@ def lds_words(addr: Any, width: int) -> tuple[Any, ...]:
 
 
 def sts_f32(addr: Any, x: Any) -> None:
-    _asm("", "st.shared.f32 [$0], $1;", [addr, x], "rf", True)
+    asm("", "st.shared.f32 [$0], $1;", [addr, x], "rf", True)
 
 
 def sts_f32x2(addr: Any, x: Any, y: Any) -> None:
-    _asm("", "st.shared.v2.f32 [$0], {$1,$2};", [addr, x, y], "rff", True)
+    asm("", "st.shared.v2.f32 [$0], {$1,$2};", [addr, x, y], "rff", True)
 
 
 def sts_f32x4(addr: Any, x: Sequence[Any]) -> None:
-    _asm("", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", [addr, *x], "rffff", True)
+    asm("", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", [addr, *x], "rffff", True)
 
 
 def sts128(addr: Any, words: Sequence[Any]) -> None:
-    _asm("", "st.shared.v4.b32 [$0], {$1,$2,$3,$4};", [addr, *words], "rrrrr", True)
+    asm("", "st.shared.v4.b32 [$0], {$1,$2,$3,$4};", [addr, *words], "rrrrr", True)
 
 
 def sts_b32(addr: Any, x: Any) -> None:
-    _asm("", "st.shared.b32 [$0], $1;", [addr, x], "rr", True)
+    asm("", "st.shared.b32 [$0], $1;", [addr, x], "rr", True)
 
 
 # Global memory
 
 
 def ldg128(addr: Any) -> Any:
-    return _asm("rrrr", "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+    return asm("rrrr", "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
 def ldg_b32(addr: Any) -> Any:
-    return _asm("r", "ld.global.b32 $0, [$1];", [addr], "l", True)
+    return asm("r", "ld.global.b32 $0, [$1];", [addr], "l", True)
 
 
 def ldg_f32(addr: Any) -> Any:
-    return _asm("f", "ld.global.f32 $0, [$1];", [addr], "l", True)
+    return asm("f", "ld.global.f32 $0, [$1];", [addr], "l", True)
 
 
 def ldg_f32x4(addr: Any) -> Any:
-    return _asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+    return asm("ffff", "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
 def stg_f32(addr: Any, x: Any) -> None:
-    _asm("", "st.global.f32 [$0], $1;", [addr, x], "lf", True)
+    asm("", "st.global.f32 [$0], $1;", [addr, x], "lf", True)
 
 
 def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
-    _asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
+    asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
 
 
 def ld_relaxed_b32x4(addr: Any) -> Any:
     """From L2, without a place in the first-level cache."""
-    return _asm("rrrr", "ld.relaxed.gpu.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
+    return asm("rrrr", "ld.relaxed.gpu.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
 def ld_relaxed_f32x4(addr: Any) -> Any:
@@ -170,12 +170,12 @@ def ld_relaxed_f32x4(addr: Any) -> Any:
         "{ .reg .b128 x; .reg .b64 lo, hi; ld.relaxed.gpu.global.b128 x, [$4]; mov.b128 {lo, hi}, x;"
         " mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
     )
-    return _asm("ffff", code, [addr], "l", True)
+    return asm("ffff", code, [addr], "l", True)
 
 
 def ld_relaxed_f32x2(addr: Any) -> Any:
     code = "{ .reg .b64 x; ld.relaxed.gpu.global.b64 x, [$2]; mov.b64 {$0, $1}, x; }"
-    return _asm("ff", code, [addr], "l", True)
+    return asm("ff", code, [addr], "l", True)
 
 
 def st_relaxed_f32x4(addr: Any, x: Sequence[Any]) -> None:
@@ -183,29 +183,29 @@ def st_relaxed_f32x4(addr: Any, x: Sequence[Any]) -> None:
         "{ .reg .b128 x; .reg .b64 lo, hi; mov.b64 lo, {$1, $2}; mov.b64 hi, {$3, $4}; mov.b128 x, {lo, hi};"
         " st.relaxed.gpu.global.b128 [$0], x; }"
     )
-    _asm("", code, [addr, *x], "lffff", True)
+    asm("", code, [addr, *x], "lffff", True)
 
 
 def st_relaxed_f32x2(addr: Any, x: Any, y: Any) -> None:
-    _asm("", "{ .reg .b64 x; mov.b64 x, {$1, $2}; st.relaxed.gpu.global.b64 [$0], x; }", [addr, x, y], "lff", True)
+    asm("", "{ .reg .b64 x; mov.b64 x, {$1, $2}; st.relaxed.gpu.global.b64 [$0], x; }", [addr, x, y], "lff", True)
 
 
 def atomic_inc(addr: Any, last: Any, order: str) -> Any:
     """The old value; the counter wraps to 0 after ``last``, so it resets itself. ``order``: "relaxed" or "acq_rel"."""
-    return _asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
+    return asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
 
 
 def atomic_inc_shared(addr: Any, last: Any) -> Any:
     """``atomic_inc`` among the threads of a CTA, acq_rel."""
-    return _asm("r", "atom.acq_rel.cta.shared.inc.u32 $0, [$1], $2;", [addr, last], "rr", True)
+    return asm("r", "atom.acq_rel.cta.shared.inc.u32 $0, [$1], $2;", [addr, last], "rr", True)
 
 
 def prefetch_l1(addr: Any) -> None:
-    _asm("", "prefetch.global.L1 [$0];", [addr], "l", True)
+    asm("", "prefetch.global.L1 [$0];", [addr], "l", True)
 
 
 def prefetch_l2(addr: Any) -> None:
-    _asm("", "prefetch.global.L2 [$0];", [addr], "l", True)
+    asm("", "prefetch.global.L2 [$0];", [addr], "l", True)
 
 
 # Asynchronous copies of 4, 8 or 16 bytes by a thread
@@ -213,32 +213,32 @@ def prefetch_l2(addr: Any) -> None:
 
 def cp_async(dst: Any, src: Any, size: int, src_size: Any) -> None:
     """Copy ``src_size`` bytes, and zeros up to ``size``; with 0 of them ``src`` is not read."""
-    _asm("", f"cp.async.ca.shared.global.L2::64B [$0], [$1], {size}, $2;", [dst, src, src_size], "rlr", True)
+    asm("", f"cp.async.ca.shared.global.L2::64B [$0], [$1], {size}, $2;", [dst, src, src_size], "rlr", True)
 
 
 def cp_async_commit() -> None:
     """This thread's copies since the last commit become its newest group."""
-    _asm("", "cp.async.commit_group;", side_effects=True)
+    asm("", "cp.async.commit_group;", side_effects=True)
 
 
 def cp_async_wait(newest: int) -> None:
     """Wait until all groups of this thread have landed but the ``newest``."""
-    _asm("", f"cp.async.wait_group {newest};", side_effects=True)
+    asm("", f"cp.async.wait_group {newest};", side_effects=True)
 
 
 # mbarrier and TMA
 
 
 def mbarrier_init(addr: Any, count: Any) -> None:
-    _asm("", "mbarrier.init.shared::cta.b64 [$0], $1;", [addr, count], "rr", True)
+    asm("", "mbarrier.init.shared::cta.b64 [$0], $1;", [addr, count], "rr", True)
 
 
 def mbarrier_arrive(addr: Any) -> None:
-    _asm("", "mbarrier.arrive.shared::cta.b64 _, [$0];", [addr], "r", True)
+    asm("", "mbarrier.arrive.shared::cta.b64 _, [$0];", [addr], "r", True)
 
 
 def mbarrier_arrive_expect_tx(addr: Any, num_bytes: Any) -> None:
-    _asm("", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [addr, num_bytes], "rr", True)
+    asm("", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [addr, num_bytes], "rr", True)
 
 
 def mbarrier_wait(addr: Any, parity: Any) -> None:
@@ -247,30 +247,30 @@ def mbarrier_wait(addr: Any, parity: Any) -> None:
         "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
         " @done bra DONE; bra WAIT; DONE: }"
     )
-    _asm("", code, [addr, parity], "rr", True)
+    asm("", code, [addr, parity], "rr", True)
 
 
 def mbarrier_done(addr: Any, parity: Any) -> Any:
     """1 if the phase of this parity has completed, else 0."""
     code = "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2; selp.u32 $0, 1, 0, done; }"
-    return _asm("r", code, [addr, parity], "rr", True)
+    return asm("r", code, [addr, parity], "rr", True)
 
 
 def fence_mbarrier_init() -> None:
-    _asm("", "fence.mbarrier_init.release.cluster;", side_effects=True)
+    asm("", "fence.mbarrier_init.release.cluster;", side_effects=True)
 
 
 def fence_proxy_async_shared() -> None:
-    """Order this thread's ordinary shared-memory writes before the TMA's later ones."""
-    _asm("", "fence.proxy.async.shared::cta;", side_effects=True)
+    """Order this thread's ordinary shared-memory writes before the TMA's later ones and before what wgmma reads."""
+    asm("", "fence.proxy.async.shared::cta;", side_effects=True)
 
 
 def prefetch_tensormap(desc: Any) -> None:
-    _asm("", "prefetch.tensormap [$0];", [desc], "l", True)
+    asm("", "prefetch.tensormap [$0];", [desc], "l", True)
 
 
 def tma_load_5d(dst: Any, desc: Any, coords: Sequence[Any], mbar: Any, policy: Any) -> None:
-    _asm(
+    asm(
         "",
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [$0], [$1, {$2,$3,$4,$5,$6}], [$7], $8;",
@@ -281,7 +281,7 @@ def tma_load_5d(dst: Any, desc: Any, coords: Sequence[Any], mbar: Any, policy: A
 
 
 def tma_prefetch_5d(desc: Any, coords: Sequence[Any], policy: Any) -> None:
-    _asm(
+    asm(
         "",
         "cp.async.bulk.prefetch.tensor.5d.L2.global.tile.L2::cache_hint [$0, {$1,$2,$3,$4,$5}], $6;",
         [desc, *coords, policy],
@@ -295,96 +295,96 @@ def tma_prefetch_5d(desc: Any, coords: Sequence[Any], policy: Any) -> None:
 
 def prmt(a: Any, b: Any, selector: Any) -> Any:
     if isinstance(selector, int):
-        return _asm("r", f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], "rr")
-    return _asm("r", "prmt.b32 $0, $1, $2, $3;", [a, b, selector], "rrr")
+        return asm("r", f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], "rr")
+    return asm("r", "prmt.b32 $0, $1, $2, $3;", [a, b, selector], "rrr")
 
 
 def funnel_right(low: Any, high: Any, bits: int) -> Any:
     """The low word of (high, low) >> bits."""
-    return _asm("r", f"shf.r.wrap.b32 $0, $1, $2, {bits};", [low, high], "rr")
+    return asm("r", f"shf.r.wrap.b32 $0, $1, $2, {bits};", [low, high], "rr")
 
 
 def and_b32(a: Any, mask: int) -> Any:
-    return _asm("r", f"and.b32 $0, $1, {mask:#x};", [a], "r")
+    return asm("r", f"and.b32 $0, $1, {mask:#x};", [a], "r")
 
 
 def and_or(a: Any, mask: int, b: Any) -> Any:
     """(a & mask) | b."""
-    return _asm("r", f"lop3.b32 $0, $1, {mask:#x}, $2, 0xea;", [a, b], "rr")
+    return asm("r", f"lop3.b32 $0, $1, {mask:#x}, $2, 0xea;", [a, b], "rr")
 
 
 def shift_right(a: Any, bits: int) -> Any:
-    return _asm("r", f"shr.u32 $0, $1, {bits};", [a], "r")
+    return asm("r", f"shr.u32 $0, $1, {bits};", [a], "r")
 
 
 def mul(a: Any, factor: int) -> Any:
-    return _asm("r", f"mul.lo.u32 $0, $1, {factor};", [a], "r")
+    return asm("r", f"mul.lo.u32 $0, $1, {factor};", [a], "r")
 
 
 def mad(a: Any, factor: int, b: Any) -> Any:
-    return _asm("r", f"mad.lo.u32 $0, $1, {factor}, $2;", [a, b], "rr")
+    return asm("r", f"mad.lo.u32 $0, $1, {factor}, $2;", [a, b], "rr")
 
 
 def mul_f16x2(a: Any, b: Any) -> Any:
-    return _asm("r", "mul.rn.f16x2 $0, $1, $2;", [a, b], "rr")
+    return asm("r", "mul.rn.f16x2 $0, $1, $2;", [a, b], "rr")
 
 
 def e4m3x2_to_f16x2(word: Any) -> Any:
     """The low two e4m3 bytes of a word to f16x2, exactly."""
-    return _asm("r", "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }", [word], "r")
+    return asm("r", "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }", [word], "r")
 
 
 def e4m3x4_to_f16x2x2(word: Any) -> Any:
     """Four e4m3 bytes to two f16x2, exactly: bytes 0, 1 and bytes 2, 3."""
     code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
-    return _asm("rr", code, [word], "r")
+    return asm("rr", code, [word], "r")
 
 
 def e5m2x4_to_f16x2x2(word: Any) -> Any:
     code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e5m2x2 $0, lo; cvt.rn.f16x2.e5m2x2 $1, hi; }"
-    return _asm("rr", code, [word], "r")
+    return asm("rr", code, [word], "r")
 
 
 def pack_f16x2(lo: Any, hi: Any) -> Any:
-    return _asm("r", "cvt.rn.f16x2.f32 $0, $2, $1;", [lo, hi], "ff")
+    return asm("r", "cvt.rn.f16x2.f32 $0, $2, $1;", [lo, hi], "ff")
 
 
 def pack_bf16x2(lo: Any, hi: Any) -> Any:
-    return _asm("r", "cvt.rn.bf16x2.f32 $0, $2, $1;", [lo, hi], "ff")
+    return asm("r", "cvt.rn.bf16x2.f32 $0, $2, $1;", [lo, hi], "ff")
 
 
 def unpack_bf16x2(word: Any) -> Any:
-    return _asm("ff", "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", [word], "r")
+    return asm("ff", "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", [word], "r")
 
 
 def unpack_f16x2(word: Any) -> Any:
     code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }"
-    return _asm("ff", code, [word], "r")
+    return asm("ff", code, [word], "r")
 
 
 def ex2(x: Any) -> Any:
-    return _asm("f", "ex2.approx.ftz.f32 $0, $1;", [x], "f")
+    return asm("f", "ex2.approx.ftz.f32 $0, $1;", [x], "f")
 
 
 def rcp(x: Any) -> Any:
-    return _asm("f", "rcp.approx.ftz.f32 $0, $1;", [x], "f")
+    return asm("f", "rcp.approx.ftz.f32 $0, $1;", [x], "f")
 
 
 def lg2(x: Any) -> Any:
-    return _asm("f", "lg2.approx.f32 $0, $1;", [x], "f")
+    return asm("f", "lg2.approx.f32 $0, $1;", [x], "f")
 
 
 def float_as_int(x: Any) -> Any:
-    return _asm("r", "mov.b32 $0, $1;", [x], "f")
+    return asm("r", "mov.b32 $0, $1;", [x], "f")
 
 
 def int_as_float(x: Any) -> Any:
-    return _asm("f", "mov.b32 $0, $1;", [x], "r")
+    return asm("f", "mov.b32 $0, $1;", [x], "r")
 
 
 def movmatrix(a: Any) -> Any:
     """Transpose an 8 × 8 matrix of 16-bit elements held two a lane by the warp."""
-    return _asm("r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [a], "r", True)
+    return asm("r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [a], "r", True)
 
 
 def mma_m16n8k16(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], dtype: str) -> list[Any]:
@@ -393,4 +393,4 @@ def mma_m16n8k16(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], dtype: st
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
         " {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
     )
-    return list(_asm("ffff", code, [*a, *b, *c], "rrrrrrffff", True))
+    return list(asm("ffff", code, [*a, *b, *c], "rrrrrrffff", True))

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.epilogue import Epilogue, add_parts, empty_sum
-from mjolnir.kernels.geometry import LOADS_IN_FLIGHT, LOG2_TEAM, UNSET
+from mjolnir.kernels.partials import LOADS_IN_FLIGHT, LOG2_TEAM, UNSET
 from mjolnir.kernels.softmax import NEG_INF
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from cutlass import Int32, Int64
 
-from mjolnir.kernels.ptx import _asm
+from mjolnir.kernels.ptx import asm
 
 ROW_BYTES = 128
 """Of B: 64 elements of 16 bits, in 128-byte-swizzled groups of eight rows."""
 
-K_STEP_BYTES = 32
-"""Of a row of B: the 16 elements of one product."""
+K_STEP = 16
+"""Depth of one product."""
+
+K_STEP_BYTES = 2 * K_STEP
+"""Of a row of B."""
 
 _SWIZZLED_BY_128 = 1 << 62
 _EIGHT_ROWS = (8 * ROW_BYTES >> 4) << 32
@@ -43,7 +46,7 @@ def mma(a: Sequence[Any], b: Any, c: Sequence[Any], accumulate: bool = True) -> 
         f"{{ .reg .pred add; setp.ne.b32 add, {int(accumulate)}, 0; wgmma.mma_async.sync.aligned.m64n{2 * count}k16"
         f".f32.f16.f16 {{{results}}}, {{{words}}}, ${2 * count + 4}, add, 1, 1, 0; }}"
     )
-    return list(_asm("f" * count, code, [*c, *a, b], [*map(str, range(count)), *"rrrr", "l"], True))
+    return list(asm("f" * count, code, [*c, *a, b], [*map(str, range(count)), *"rrrr", "l"], True))
 
 
 def fence(frags: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -51,24 +54,24 @@ def fence(frags: Sequence[Sequence[Any]]) -> list[list[Any]]:
     make the assembler serialize the batch."""
     words = [word for frag in frags for word in frag]
     code = "wgmma.fence.sync.aligned;"
-    words = list(_asm("r" * len(words), code, words, map(str, range(len(words))), True))
+    words = list(asm("r" * len(words), code, words, map(str, range(len(words))), True))
     return [words[i : i + 4] for i in range(0, len(words), 4)]
 
 
 def commit() -> None:
-    _asm("", "wgmma.commit_group.sync.aligned;", side_effects=True)
+    asm("", "wgmma.commit_group.sync.aligned;", side_effects=True)
 
 
 def wait(values: Sequence[Any]) -> list[Any]:
     """Wait for all committed products, which leave these values. (With a batch left pending the assembler serializes
     them all: it cannot tell whose registers are free.)"""
-    return list(_asm("f" * len(values), "wgmma.wait_group.sync.aligned 0;", values, map(str, range(len(values))), True))
+    return list(asm("f" * len(values), "wgmma.wait_group.sync.aligned 0;", values, map(str, range(len(values))), True))
 
 
 def store_transposed(addr: Any, words: Sequence[Any]) -> None:
     """Four 8 × 8 matrices of 16-bit elements, held as results of mma are, to shared memory as their transposes: lane
     8 i + r gives the address of row r of the i-th."""
-    _asm(
+    asm(
         "",
         "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1,$2,$3,$4};",
         [addr, *words],

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx, wgmma
-from mjolnir.kernels.consumer import Consumer
+from mjolnir.kernels.consumer import FLT_MAX, Consumer
 from mjolnir.kernels.epilogue import CONSUMER_BARRIERS
 from mjolnir.kernels.geometry import WARP, WARPGROUP
 from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
@@ -36,12 +36,9 @@ GROUP_BARRIERS = CONSUMER_BARRIERS + 3
 
 GROUP_THREADS = WARPGROUP * WARP
 
-LOWEST = -3.4028234663852886e38
+LOWEST = -FLT_MAX
 """m before the first key. Of 8-bit formats no S comes near it, since Q is scaled into range; and what is less, -inf of
 a masked key, weighs nothing relative to it."""
-
-K_STEP = 16
-"""Depth of one product."""
 
 
 class Rows(NamedTuple):
@@ -65,16 +62,13 @@ class WideConsumer(Consumer):
     def rows(self, smem: Any, warp: Any) -> Rows:
         geo = self.geo
         kv_group = warp // WARPGROUP
-        stats = smem + geo.wide_rows_offset
-        limits = stats + geo.kv_groups * geo.rows * 8
-        words = limits + geo.kv_groups * geo.rows * 4
-        seen = words + geo.consumer_warps * geo.rows * 4
+        words = smem + geo.wide_words_offset
         return Rows(
-            stats + kv_group * (geo.rows * 8),
-            limits + kv_group * (geo.rows * 4),
-            words + warp * (geo.rows * 4),
-            words + kv_group * (WARPGROUP * geo.rows * 4),
-            seen,
+            stats=smem + geo.wide_stats_offset + kv_group * (geo.rows * 8),
+            limits=smem + geo.wide_limits_offset + kv_group * (geo.rows * 4),
+            word=words + warp * (geo.rows * 4),
+            group_word=words + kv_group * (WARPGROUP * geo.rows * 4),
+            seen=smem + geo.wide_seen_offset,
         )
 
     def sync_group(self, warp: Any) -> None:
@@ -136,7 +130,7 @@ class WideConsumer(Consumer):
             k_tile = smem + mine * geo.stage_bytes
             ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
             filled = filled ^ (Int32(1) << mine)
-            k = self.k_frags(k_tile + w * (K_STEP * geo.k.row_bytes), g, t)
+            k = self.k_frags(k_tile + w * (wgmma.K_STEP * geo.k.row_bytes), g, t)
             self.settle(state.acc)  # of the tile before, whose V is in the registers that this tile's will take
             scores = [Float32(0.0)] * (4 * columns)
             k = wgmma.fence(k)
@@ -147,7 +141,7 @@ class WideConsumer(Consumer):
             v = self.v_frags(k_tile + geo.v_in_stage, w, end - token0, g, t)
             scores = wgmma.wait(scores)
             self.release(smem + geo.empty_offset + 8 * mine, lane)
-            scores = self.mask(args, rows, scores, token0 + w * K_STEP + g, token0, seq_len, t)
+            scores = self.mask(args, rows, scores, token0 + w * wgmma.K_STEP + g, token0, seq_len, t)
             if ptx.barrier_or(GROUP_BARRIERS + kv_group, Int32(GROUP_THREADS), self.exceeds(rows, scores, t)) == 1:
                 self.make_room(rows, state, scores, warp, g, t)
             self.weigh(rows, state, scores, p_tile, w, lane)
@@ -297,11 +291,15 @@ class WideConsumer(Consumer):
                 row = c // 2 * 8 + 2 * t + c % 2
                 ptx.sts_f32(rows.stats + row * 8, tops[c])
                 mult = ptx.lds_f32(rows.stats + row * 8 + 4)
-                limit = tops[c] + RESCALE_ABOVE * ptx.rcp(mult)
-                # Of base-2 scores of 10^8 the next number is too far away: no room then.
-                limit = tops[c] if (limit - tops[c]) * mult > RESCALE_ABOVE + 0.5 else limit
-                ptx.sts_f32(rows.limits + row * 4, limit)
+                ptx.sts_f32(rows.limits + row * 4, self.limit_of(tops[c], mult))
         self.sync_group(warp)
+
+    @cute.jit
+    def limit_of(self, m, mult):
+        """The highest S whose weight relative to m fits in f16. Of base-2 scores of 10^8 the next number after m may be
+        too far away already: none but m then."""
+        limit = m + RESCALE_ABOVE * ptx.rcp(mult)
+        return m if (limit - m) * mult > RESCALE_ABOVE + 0.5 else limit
 
     @cute.jit
     def share(self, result, state, mult, smem, warp):
