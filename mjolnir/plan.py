@@ -49,11 +49,14 @@ ARRIVE, WAIT, PAIRED = range(3)
 """How splits are merged: by whoever is done last; or, where each CTA has one row of one piece, by the last row, which
 waits for the others; or likewise with two rows as one split."""
 
-SINGLE_TILES, SHORT_TILES, PAIR_SHARE = 32, (2, 4), 4
+SINGLE_TILES, SHORT_TILES = 32, (2, 4)
 """Where the work is too little for all CTAs, latency decides. An item of up to SINGLE_TILES is cut into 8 rows at most,
-each of SHORT_TILES and on an SM of its own: 16 tiles in 8 rows took 5.1 us, in 16 rows 5.7. A longer one is cut into
-pairs of rows of PAIR_SHARE tiles, one for each warp: half as many splits to merge, by twice as many threads. 512 tiles
-took 8.8 us so, and 11.0 in single rows."""
+each of SHORT_TILES and on an SM of its own: 16 tiles in 8 rows took 5.1 us, in 16 rows 5.7."""
+
+PAIRED_TILES, PAIR_TILES = 128, (2, 4)
+"""A longer one is cut into pairs of rows, which are one split: 512 tiles took 8.8 us so, and 11.0 in single rows. Rows
+have two tiles up to PAIRED_TILES, else four, one for each warp. With two, 128 tiles of d = 256 took 7.8 us instead of
+9.5, and of d = 128 6.4 instead of 6.5; 512 tiles took 8.0 instead of 7.7."""
 
 SHARES = ((1, 8), (2, 1))
 """(rows per CTA, each this many tenths of a CTA's equal share), in the order of the line."""
@@ -177,9 +180,9 @@ def aligned_share(tiles: Int64Array, work: int, longest: int, shape: PlanShape) 
     equal = -(-work * shape.num_kv_heads // shape.num_ctas)
     if shape.max_splits is not None or equal >= DYNAMIC_ABOVE:
         return 0, 1
-    single = SHORT_TILES[2 * longest > SINGLE_TILES]
+    single, pair = SHORT_TILES[2 * longest > SINGLE_TILES], PAIR_TILES[longest > PAIRED_TILES]
     singles_first = longest <= SINGLE_TILES and equal <= single
-    for rows, short in ((1, single), (2, PAIR_SHARE)) if singles_first else ((2, PAIR_SHARE), (1, single)):
+    for rows, short in ((1, single), (2, pair)) if singles_first else ((2, pair), (1, single)):
         at_once = shape.num_ctas // (rows * shape.num_kv_heads)  # splits, of each head
         if len(tiles) > at_once or (rows == 2 and not shape.pairs):
             continue

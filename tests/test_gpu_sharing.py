@@ -12,7 +12,7 @@ from helpers import Problem
 from running import assert_oracle, decode, make_outputs, make_problem, make_runner, run
 
 from mjolnir import DecodeRunner
-from mjolnir.kernels.partials import UNSET
+from mjolnir.kernels.geometry import UNSET
 from mjolnir.plan import ARRIVE, DYNAMIC_ABOVE, PAIRED, PLAN_COLUMNS, PLAN_TILE, WAIT
 from mjolnir.verify.compare import compare
 

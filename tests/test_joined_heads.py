@@ -66,7 +66,7 @@ def own_head(joined: str, args: SimpleNamespace, pair: int, row: int) -> tuple[i
 def test_the_geometry_is_that_of_twice_the_head_size() -> None:
     joined, variant, _ = make("heads", 64, 8, 2, 1)
     double = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, variant.rows))
-    assert joined.k == double.k and joined.smem_bytes == double.smem_bytes and joined.partial_floats == 8 * 130
+    assert joined.k == double.k and joined.smem_bytes == double.smem_bytes and joined.partial_floats == 8 * 128 * 2
 
 
 def test_side_by_side_a_stage_holds_two_tiles() -> None:
@@ -178,11 +178,11 @@ def test_every_element_is_written_once(monkeypatch: pytest.MonkeyPatch, shape: S
     for pair, thread in itertools.product(range(args.num_kv_heads), threads):  # noqa: B007, read by thread_index
         epi: Any = Epilogue(variant, geo, args, 0, SEQ, pair, paired)  # type: ignore[arg-type]
         epi.write_row = lambda *a, epi=epi: write_row(epi, *a)
-        v_factors = epi.v_factors()
+        column = epi.column(epi.element)
         for i in range(epi.first_row, epi.live_rows, epi.row_step):
             row = epi.row_at(i)
             part = [m[row], l[row], *o[row, epi.element : epi.element + 4]]
-            finish_row(epi, row, part, 0.5, v_factors)
+            finish_row(epi, row, part, 0.5, column)
 
     expected: dict[int, float] = {}
     for pair, row in itertools.product(range(args.num_kv_heads), range(geo.rows)):

@@ -42,16 +42,19 @@ class Warp:
     def __init__(self, half: Half, number: int, piece: int) -> None:
         self.half, self.number, self.piece = half, number, piece
 
-    def v_factors(self) -> list[float]:
-        return [1.0]
+    element = 0
+
+    def column(self, element: int) -> int:
+        return element
 
     def row_at(self, i: int) -> int:
         return i
 
-    def add_warps(self, state: Any, row: int, mult: float) -> None:
+    def add_warps(self, state: Any, row: int, mult: float) -> Iterator[None]:
+        yield
         assert self.half.exchange == [self.piece] * WARPS, "a warp's result is not there yet, or no more"
 
-    def finish_row(self, row: int, state: Any, mult: float, v_factors: list[float]) -> None:
+    def finish_row(self, row: int, state: Any, mult: float, column: int) -> None:
         self.half.written.append((self.piece, row))
 
 

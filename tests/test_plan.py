@@ -22,8 +22,9 @@ from mjolnir.plan import (
     ARRIVE,
     DYNAMIC_ABOVE,
     MIN_SHARE,
-    PAIR_SHARE,
+    PAIR_TILES,
     PAIRED,
+    PAIRED_TILES,
     PIECE_COST,
     PLAN_COLUMNS,
     PLAN_TILE,
@@ -148,7 +149,8 @@ def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[in
         return None
     longest, count = max(items), collections.Counter(items)
     few = SINGLE_TILES // SHORT_TILES[-1]  # rows of a short item
-    least = {1: next((n for n in SHORT_TILES if few * n >= longest), SHORT_TILES[-1]), 2: PAIR_SHARE}
+    pair = PAIR_TILES[0] if longest in range(1, PAIRED_TILES + 1) else PAIR_TILES[1]
+    least = {1: next((n for n in SHORT_TILES if few * n >= longest), SHORT_TILES[-1]), 2: pair}
     latency_decides = longest <= SINGLE_TILES and sum(items) <= least[1] * shape.num_ctas
     for rows in [1, 2] if latency_decides else [2, 1]:
         if rows == 2 and not shape.pairs:
@@ -206,13 +208,14 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
         ([17] * 2, 8, WAIT, 2 * 8 * 5, 4),
         ([32] * 2, 8, WAIT, 2 * 8 * 8, 4),
         ([32, 1], 1, WAIT, 9, 4),
-        # Longer ones: pairs of 4 tiles a row.
-        ([33] * 2, 8, PAIRED, 2 * 8 * 2 * 5, 4),
-        ([64], 8, PAIRED, 8 * 2 * 8, 4),
-        ([65], 8, PAIRED, 8 * 2 * 9, 4),
-        ([128], 1, PAIRED, 2 * 16, 4),
+        # Longer ones: pairs of 2 tiles a row, or more where those are too many.
+        ([33] * 2, 8, PAIRED, 2 * 8 * 2 * 6, 3),
+        ([64], 8, PAIRED, 8 * 2 * 16, 2),
+        ([65], 8, PAIRED, 8 * 2 * 11, 3),
+        ([33, 1], 1, PAIRED, 2 * 9 + 2, 2),
+        ([128], 1, PAIRED, 2 * 32, 2),
+        # Above 128 tiles pairs of 4.
         ([129], 1, PAIRED, 2 * 17, 4),
-        ([33, 1], 1, PAIRED, 2 * 5 + 2, 4),
         ([1056], 1, PAIRED, 264, 4),
         ([1057], 1, PAIRED, 2 * 106, 5),
         # An equal share is 4.8, 15.5 and 31.0 tiles: all items take whole pairs.

@@ -19,8 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from mjolnir.backends.cute import CuteBackend  # noqa: E402
 from mjolnir.kernels import plan_kernel  # noqa: E402
-from mjolnir.kernels.geometry import Geometry  # noqa: E402
-from mjolnir.kernels.partials import UNSET  # noqa: E402
+from mjolnir.kernels.geometry import UNSET, Geometry  # noqa: E402
 from mjolnir.signature import RunnerShape  # noqa: E402
 from mjolnir.tuning import Tuning  # noqa: E402
 
@@ -199,10 +198,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CuteBackend:
 
 
 def test_slots_begin_empty(backend: CuteBackend) -> None:
-    """Two a row, of 8 and of 64 rows of Q: O, and m and l."""
+    """Two a row, of 8 and of 64 rows of Q."""
     for q_len, rows in ((1, 8), (8, 64)):
         shape = backend.plan_buffer(q_len).shape
-        slots = backend._partials[rows * (128 + 2), shape.num_rows].view(2 * shape.num_rows, rows, 128 + 2)
+        slots = backend._partials[rows * 128 * 2, shape.num_rows].view(2 * shape.num_rows, rows, 128 * 2)
         assert slots.dtype == torch.int32 and (slots == UNSET).all()
 
 
@@ -222,7 +221,7 @@ def test_joined_heads_are_planned_as_one(fixed: dict[str, int]) -> None:
         assert (variant.joined, variant.head_size, variant.rows) == ("heads" if heads == 3 else "", 64, rows)
         assert shape.num_kv_heads == heads
         assert shape.fixed_rows == (heads * (4 + 640 // 128) if fixed else 0)
-        size = rows * (width + 2)
+        size = rows * width * 2
         assert backend._partials[size, shape.num_rows].numel() == 2 * shape.num_rows * size
 
 
@@ -239,7 +238,7 @@ def test_plans_of_more_rows_have_more_partial_results() -> None:
     for q_len, heads in ((1, 4), (2, 8)):
         shape = backend.plan_buffer(q_len).shape
         assert backend.variant(q_len, "bf16", False).rows == 16 and shape.num_rows == heads * (64 + 6400 // 128)
-        assert backend._partials[16 * 130, shape.num_rows].numel() == 2 * shape.num_rows * 16 * 130
+        assert backend._partials[16 * 256, shape.num_rows].numel() == 2 * shape.num_rows * 16 * 256
 
 
 def test_pairs_are_for_ctas_that_have_halves(backend: CuteBackend) -> None:

@@ -28,15 +28,17 @@ from mjolnir.compiler.build import dsl_missing_reason
 if dsl_missing_reason():
     pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
 
-from mjolnir.kernels import epilogue, partials, split, work
-from mjolnir.kernels.partials import LOADS_IN_FLIGHT, LOG2_TEAM
+from mjolnir.kernels import epilogue, geometry, partials, split, work
+from mjolnir.kernels.split import LOADS_IN_FLIGHT, LOG2_TEAM, MOST_PARTS, TOGETHER_IN_FLIGHT
 from mjolnir.plan import ARRIVE, PAIRED, PLAN_TILE, WAIT, PlanShape, build_plan, fixed_rows
 
 MULT = 0.5  # of every row: base-2 score per unit of raw S
 HEAD_SIZE, ROWS, LIVE_ROWS = 8, 4, 3  # a thread has four elements: two threads on a row
-HALF_THREADS = HEAD_SIZE // 4
+WARP, WARPS = 2, 2
+HALF_THREADS = WARP * WARPS
 SHARED = (
-    *("self.merge", "self.write", "self.add_slots", "self.arrive", "self.sync"),
+    *("self.merge", "self.write", "self.store_rows", "self.partials.", "self.add_", "self.arrive", "self.sync"),
+    *("self.all_have_begun", "self.finish_rows", "self.of_any_lane"),
     *("ptx.ld_relaxed", "ptx.st_relaxed", "ptx.atomic"),
 )
 
@@ -72,7 +74,9 @@ def kernel_text(module: Any, *names: str, **stand_ins: Any) -> Any:
         found[name].decorator_list = []
     text = Pauses().visit(ast.Module([found[name] for name in names], type_ignores=[]))
     namespace: dict[str, Any] = {
-        **{name: getattr(partials, name) for name in dir(partials) if name.isupper()},
+        **{name: getattr(split, name) for name in dir(split) if name.isupper()},
+        "UNSET": geometry.UNSET,
+        "WARP": WARP,
         "Any": Any,
         "Int32": int,
         "Int64": int,
@@ -83,7 +87,12 @@ def kernel_text(module: Any, *names: str, **stand_ins: Any) -> Any:
         "PAIRED": PAIRED,
         "weight_of": lambda m, top, mult: 2.0 ** ((m - top) * mult),
         "cutlass": SimpleNamespace(
-            const_expr=bool, min=min, range=lambda *args, unroll: range(*args), range_constexpr=range
+            Boolean=bool,
+            const_expr=bool,
+            min=min,
+            max=max,
+            range=lambda *args, unroll: range(*args),
+            range_constexpr=range,
         ),
         "cute": SimpleNamespace(
             make_rmem_tensor=lambda shape, _: Registers([None] * shape[0]), arch=SimpleNamespace(fmax=max)
@@ -122,10 +131,11 @@ Result = dict[tuple[int, int], tuple[float, ...]]
 class Device:
     """What rows share: the words of partial results, counters, results. Addresses are in bytes."""
 
-    def __init__(self, num_rows: int, mode: int):
-        self.mode = mode
+    def __init__(self, num_rows: int, mode: int, in_use: int, rng: random.Random):
+        self.mode, self.in_use, self.rng = mode, in_use, rng
+        self.begun = 0  # rows
         self.words: dict[int, Any] = {}
-        self.num_words = 2 * num_rows * ROWS * (HEAD_SIZE + 2)
+        self.num_words = 2 * num_rows * ROWS * HEAD_SIZE * 2
         self.counters = [0] * (2 * num_rows)
         self.results: dict[Item, Result] = {}
         self.fruitless = 0  # loads since anything changed
@@ -172,17 +182,52 @@ class Half:
     def __init__(self, device: Device, threads: int):
         self.device, self.threads = device, threads
         self.parts: dict[int, Part] = {}  # by half
-        self.flag = 0
-        self.arrived = self.rounds = 0
+        self.memory: dict[int, Any] = {}
+        self.arrived: dict[int, int] = {}
+        self.rounds: dict[int, int] = {}
+        self.lanes: dict[int, Any] = {}  # what threads show to those of their warp
+        self.all_have_begun: int | None = None
 
-    def sync(self) -> Steps:
-        mine = self.rounds
-        self.arrived += 1
-        if self.arrived == self.threads:
-            self.arrived, self.rounds = 0, mine + 1
+    def sync(self, who: int = -1) -> Steps:
+        """Of all threads, or of a warp."""
+        mine = self.rounds.setdefault(who, 0)
+        self.arrived[who] = self.arrived.get(who, 0) + 1
+        if self.arrived[who] == (self.threads if who < 0 else WARP):
+            self.arrived[who], self.rounds[who] = 0, mine + 1
             self.device.changed()
-        while self.rounds == mine:
+        while self.rounds[who] == mine:
             yield
+
+    def swap(self, thread: int, value: Any) -> Any:
+        """The values of all lanes of a warp."""
+        warp = thread // WARP
+        self.lanes[thread] = value
+        yield from self.sync(warp)
+        values = [self.lanes[warp * WARP + lane] for lane in range(WARP)]
+        yield from self.sync(warp)
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An address in a half's shared memory."""
+
+    half: Half
+    at: int
+
+    def __add__(self, distance: int) -> Shared:
+        return Shared(self.half, self.at + distance)
+
+    __radd__ = __add__
+
+    def load(self, count: int) -> list[Any]:
+        return [self.half.memory[self.at + 4 * i] for i in range(count)]
+
+    def store(self, *values: Any) -> None:
+        self.half.memory |= {self.at + 4 * i: value for i, value in enumerate(values)}
+
+
+FLAG, SUMS_AT = 0, 64
 
 
 DEVICE: Device  # of the launch that runs
@@ -197,66 +242,99 @@ def access(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PTX = SimpleNamespace(
-    ld_relaxed_f32x2=access(lambda device, address: device.load(address, 2)),
-    ld_relaxed_f32x4=access(lambda device, address: device.load(address, 4)),
-    st_relaxed_f32x2=access(lambda device, address, x, y: device.store(address, (x, y))),
+    ld_relaxed_f32x4_if=access(lambda device, wanted, address: device.load(address, 4) if wanted else [0.0] * 4),
     st_relaxed_f32x4=access(lambda device, address, values: device.store(address, values)),
     atomic_inc=access(lambda device, address, last, _: device.count(address, last)),
-    int_as_float=lambda bits: {partials.UNSET: UNSET}[bits],
-    float_as_int=lambda value: partials.UNSET if value is UNSET else 0,
+    int_as_float=lambda bits: UNSET if bits == geometry.UNSET else bits,
+    float_as_int=lambda value: geometry.UNSET if value is UNSET else value if isinstance(value, int) else 0,
     lds_f32=lambda address: MULT,
-    lds_b32=lambda half: half.flag,
-    sts_b32=lambda half, value: setattr(half, "flag", value),
+    lds_f32x2=lambda address: address.load(2),
+    lds_f32x4=lambda address: address.load(4),
+    lds_b32=lambda address: address.load(1)[0],
+    sts_b32=lambda address, value: address.store(value),
+    sts_f32x2=lambda address, x, y: address.store(x, y),
+    sts_f32x4=lambda address, values: address.store(*values),
+    or_shared=lambda address, bits: address.store(address.load(1)[0] | bits),
 )
 
-SUMS = kernel_text(epilogue, "empty_sum", "add_parts")
+SUMS = kernel_text(partials, "empty_sum", "add_parts")
+WORKSPACE = kernel_text(partials, "address", "store", "add", ptx=PTX, **vars(SUMS))
 WHOLE = kernel_text(epilogue, "write", "finish_rows", ptx=PTX, **vars(SUMS))
 TEXT = kernel_text(
-    split, "conclude", "merge_splits", "arrive", "merge", "slots", "add_slots", "values_address", "stats_address",
-    "slot_of", ptx=PTX, Teams=split.Teams, Level=split.Level, **vars(SUMS),
+    split, "conclude", "merge_together", "store_rows", "merge_part", "add_splits", "merge_in_teams", "arrive", "merge",
+    "slots", "slot_of", ptx=PTX, Teams=split.Teams, Level=split.Level, Parts=split.Parts, **vars(SUMS),
 )  # fmt: skip
 PLACES = kernel_text(work, "two_by_two")
+
+
+class Partials:
+    """Stands for ``Partials``, as a thread has it."""
+
+    args = SimpleNamespace(partials=0)
+    geo = SimpleNamespace(head_size=HEAD_SIZE, partial_floats=ROWS * HEAD_SIZE * 2)
+    address, store, add = WORKSPACE.address, WORKSPACE.store, WORKSPACE.add
+
+    def __init__(self, half: Half, thread: int):
+        self.half, self.thread = half, thread
+
+    def of_any_lane(self, flag: bool) -> Any:
+        return any((yield from self.half.swap(self.thread, flag)))
 
 
 class Merge:
     """Stands for ``SplitMerge``: a thread of ``half``, for a piece."""
 
-    args = SimpleNamespace(partials=0, counters=0)
+    args = SimpleNamespace(counters=0)
     variant = SimpleNamespace(split=True)
-    geo = SimpleNamespace(own_q=False, head_size=HEAD_SIZE, rows=ROWS, partial_floats=ROWS * (HEAD_SIZE + 2))
-    live_rows, mult = LIVE_ROWS, 0
-    conclude, merge_splits, merge, write = TEXT.conclude, TEXT.merge_splits, TEXT.merge, WHOLE.write
-    finish_rows = WHOLE.finish_rows
-    arrive, slots, add_slots = TEXT.arrive, TEXT.slots, TEXT.add_slots
-    values_address, stats_address = TEXT.values_address, TEXT.stats_address
+    geo = SimpleNamespace(own_q=False, head_size=HEAD_SIZE, consumer_warps=WARPS)
+    live_rows, mult, first_half = LIVE_ROWS, 0, 0
+    conclude, write, finish_rows = TEXT.conclude, WHOLE.write, WHOLE.finish_rows
+    merge_together, store_rows, merge_part = TEXT.merge_together, TEXT.store_rows, TEXT.merge_part
+    add_splits = TEXT.add_splits
+    merge_in_teams, merge, arrive, slots = TEXT.merge_in_teams, TEXT.merge, TEXT.arrive, TEXT.slots
 
     def __init__(self, half: Half, item: Item, thread: int, paired: int):
-        self.half = self.flag = half
-        self.item = item
+        self.half, self.flag, self.exchange = half, Shared(half, FLAG), Shared(half, SUMS_AT)
+        self.item, self.thread, self.partials = item, thread, Partials(half, thread)
         self.paired, self.halves = paired, 1 + paired
+        self.threads = HALF_THREADS * self.halves
         self.is_first = thread % HALF_THREADS == 0
-        self.element = thread % HALF_THREADS * 4
-        self.first_row, self.row_step = thread // HALF_THREADS, self.halves
+        per_row = HEAD_SIZE // 4
+        self.element = thread % per_row * 4
+        self.first_row, self.row_step = thread // per_row, self.threads // per_row
 
     def sync(self) -> Steps:
         return self.half.sync()
 
-    def v_factors(self) -> list[float]:
-        return [1.0]
+    def all_have_begun(self) -> Any:
+        """What one CTA has seen: at most what is so."""
+        yield
+        if self.half.all_have_begun is None:
+            self.half.all_have_begun = int(DEVICE.begun == DEVICE.in_use and DEVICE.rng.random() < 0.7)
+        return self.half.all_have_begun
+
+    def add_lane(self, state: Registers, step: int, mult: float) -> Steps:
+        lanes = yield from self.half.swap(self.thread, list(state))
+        m, l, *o = lanes[self.thread % WARP ^ step]
+        SUMS.add_parts(state, [m], [l], [o], mult)
+
+    def column(self, element: int) -> int:
+        return element
 
     def row_at(self, i: int) -> int:
         return i
 
-    def add_warps(self, state: Registers, row: int, mult: float) -> None:
+    def add_warps(self, state: Registers, row: int, mult: float) -> Steps:
+        yield
         assert len(self.half.parts) == self.halves, "not all have shared theirs yet"
         for _, part in sorted(self.half.parts.items()):
             values = part.o[row][self.element : self.element + 4]
             SUMS.add_parts(state, [part.m[row]], [part.l[row]], [values], mult)
 
-    def finish_row(self, row: int, state: Registers, mult: float, v_factors: list[float]) -> None:
+    def finish_row(self, row: int, state: Registers, mult: float, column: int) -> None:
         result = DEVICE.results.setdefault(self.item, {})
-        assert (row, self.element) not in result, "finished twice"
-        result[row, self.element] = tuple(state)
+        assert (row, column) not in result, "finished twice"
+        result[row, column] = tuple(state)
 
 
 Call = tuple[Piece, Part]
@@ -272,7 +350,7 @@ def thread_steps(half: Half, rows: Sequence[Sequence[Call]], thread: int, mode: 
             half.device.changed()
         merge = Merge(half, piece.item, thread, paired)
         yield from merge.conclude(piece.row, piece.first_row, piece.last_row, int(mode != ARRIVE))
-        if thread % HALF_THREADS == 0:  # the next piece's Q lies where the result did
+        if thread % HALF_THREADS == 0 and mode == ARRIVE:  # the next piece's Q lies where the result did
             del half.parts[thread]
 
 
@@ -296,8 +374,8 @@ def run_rows(rows: dict[int, list[Call]], plan: np.ndarray, rng: random.Random) 
     global DEVICE
     mode = int(plan[0, 2])
     num_rows = len(plan) - 1
-    DEVICE = Device(num_rows, mode)
     used = int(plan[0, 0])
+    DEVICE = Device(num_rows, mode, used, rng)
     ctas = ctas_of(rows, used, mode, rng.randint(-(-used // 2), max(1, used)))[::-1]
     if mode == ARRIVE and rng.random() < 0.5:
         rng.shuffle(ctas)
@@ -308,6 +386,7 @@ def run_rows(rows: dict[int, list[Call]], plan: np.ndarray, rng: random.Random) 
         while ctas and resident < at_once:
             resident += 1
             halves = ctas.pop()
+            DEVICE.begun += sum(map(len, halves))
             live = [HALF_THREADS * sum(map(len, halves))]
             for pair in halves:
                 half = Half(DEVICE, HALF_THREADS * len(pair))
@@ -392,7 +471,18 @@ TEAMS = [(above, 1 << log2) for (above, _), (_, log2) in pairwise(LOG2_TEAM)]
 SEEDS = st.integers(0, 2**32 - 1)
 
 EDGES = sorted(
-    {1, 2, LOADS_IN_FLIGHT, LOADS_IN_FLIGHT + 1, LOADS_IN_FLIGHT + 2}
+    {
+        1,
+        2,
+        3,
+        4,
+        MOST_PARTS,
+        MOST_PARTS + 1,
+        TOGETHER_IN_FLIGHT + 1,
+        LOADS_IN_FLIGHT,
+        LOADS_IN_FLIGHT + 1,
+        LOADS_IN_FLIGHT + 2,
+    }
     | {at + d for above, size in TEAMS for at in (above, (above // size + 1) * size) for d in (-1, 0, 1, 2)}
 )
 

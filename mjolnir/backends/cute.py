@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.compiler import kernel_cache
-from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.geometry import UNSET, Geometry
 from mjolnir.kernels.launch_args import LaunchArgs
-from mjolnir.kernels.partials import UNSET
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning

@@ -16,7 +16,7 @@ from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
 from mjolnir.kernels.split import SplitMerge
 from mjolnir.kernels.tile import TileMath
-from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, span_of
+from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, rows_of_item, span_of
 from mjolnir.plan import ARRIVE, PAIRED
 from mjolnir.variant import Variant
 
@@ -63,12 +63,7 @@ class Consumer:
                 if cutlass.const_expr(geo.own_q):
                     ptx.mbarrier_wait(result.exchange_free, (written & 1) ^ 1)
                 self.share(result, state, mult, smem, warp)
-                alone = result.conclude(
-                    work.row,
-                    work.first_row if p == 0 and work.first_tile > 0 else work.row,
-                    work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row,
-                    Int32(mode != ARRIVE),
-                )
+                alone = result.conclude(work.row, *rows_of_item(work, p), Int32(mode != ARRIVE))
                 if cutlass.const_expr(geo.own_q):
                     written += alone
                 p += 1

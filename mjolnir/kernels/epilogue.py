@@ -5,7 +5,7 @@ The consumer threads stand on (row, four neighbouring elements).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,8 @@ from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
-from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState, weight_of
+from mjolnir.kernels.partials import add_parts, empty_sum
+from mjolnir.kernels.softmax import NEG_INF, P_BIAS, SoftmaxState
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
@@ -24,29 +25,13 @@ CONSUMER_BARRIERS = 1
 """Two, of the halves' consumers, then one of both."""
 
 
-def empty_sum() -> Any:
-    """(m, l, O) of a row and four elements, in registers: the sum of no parts."""
-    state = cute.make_rmem_tensor((6,), Float32)
-    state.fill(0.0)
-    state[0] = Float32(NEG_INF)
-    return state
+class Column(NamedTuple):
+    """Four neighbouring elements of a row of O."""
 
-
-@cute.jit
-def add_parts(state, ms, ls, values, mult):
-    """Add partial sums (m, l, O) to ``state``; those of m = -inf weigh nothing."""
-    top = state[0]
-    for j in cutlass.range_constexpr(len(ms)):
-        top = cute.arch.fmax(top, ms[j])
-    kept = weight_of(state[0], top, mult) if state[0] != NEG_INF else Float32(0.0)
-    for i in cutlass.range_constexpr(1, 6):
-        state[i] = state[i] * kept
-    for j in cutlass.range_constexpr(len(ms)):
-        weight = weight_of(ms[j], top, mult) if ms[j] != NEG_INF else Float32(0.0)
-        state[1] = state[1] + ls[j] * weight
-        for e in cutlass.range_constexpr(4):
-            state[2 + e] = state[2 + e] + values[j][e] * weight
-    state[0] = top
+    element: Any  # the first, of a row of the product
+    half: Any  # whose they are, of two heads whose rows are one
+    place: Any  # the first, of its head's row
+    v_factors: list[Any]  # V's descale, of each side
 
 
 class Epilogue:
@@ -64,7 +49,7 @@ class Epilogue:
     ):
         self.variant, self.geo, self.args = variant, geo, args
         self.seq, self.head = seq, head
-        self.exchange = smem + geo.exchange_offset
+        self.smem, self.exchange = smem, smem + geo.exchange_offset
         self.ml = smem + geo.ml_offset
         self.mult = smem + geo.mult_offset
         self.flag = smem + geo.flag_offset
@@ -80,17 +65,9 @@ class Epilogue:
         self.threads = geo.consumer_warps * WARP * self.halves
         self.barrier = CONSUMER_BARRIERS + half * (1 - paired) + 2 * paired
         self.first_half = -half * paired * geo.half_bytes
-        thread = thread + half * paired * (geo.consumer_warps * WARP)
-        self.element = thread % (geo.head_size // 4) * 4
-        self.first_row = thread // (geo.head_size // 4)
-        self.kv_heads, self.column = [head], self.element  # whose V the elements are of; their place in O's row
-        if geo.joined == "heads":
-            self.half, self.column = self.element // variant.head_size, self.element % variant.head_size
-            self.kv_heads = [kv_head_of(head, self.half)]
-        elif geo.joined == "panels":
-            self.kv_heads = [kv_head_of(head, half) for half in range(2)]
-        if geo.joined_heads:
-            self.kv_heads = [cutlass.min(h, args.real_kv_heads - 1) for h in self.kv_heads]
+        self.thread = thread + half * paired * (geo.consumer_warps * WARP)
+        self.element = self.thread % (geo.head_size // 4) * 4
+        self.first_row = self.thread // (geo.head_size // 4)
         self.row_step = geo.consumer_warps * WARP // (geo.head_size // 4) * self.halves
 
     def row_at(self, i: Any) -> Any:
@@ -98,6 +75,19 @@ class Epilogue:
         if self.geo.sides == 1:
             return i
         return i + Int32(i >= self.own_rows) * (self.geo.rows_per_warp - self.own_rows)
+
+    def column(self, element: Any) -> Column:
+        geo, args = self.geo, self.args
+        half, place, kv_heads = Int32(0), element, [self.head]
+        if geo.joined == "heads":
+            half, place = element // self.variant.head_size, element % self.variant.head_size
+            kv_heads = [kv_head_of(self.head, half)]
+        elif geo.joined == "panels":
+            kv_heads = [kv_head_of(self.head, side) for side in range(2)]
+        if geo.joined_heads:
+            kv_heads = [cutlass.min(h, args.real_kv_heads - 1) for h in kv_heads]
+        at = [Int64(self.seq) * args.v_scale_seq_stride + Int64(h) * args.v_scale_head_stride for h in kv_heads]
+        return Column(element, half, place, [ptx.ldg_f32(args.v_scale + i * 4) for i in at])
 
     def sync(self) -> None:
         ptx.barrier_sync(self.barrier, self.threads)
@@ -154,13 +144,13 @@ class Epilogue:
 
     @cute.jit
     def finish_rows(self, first, step):
-        v_factors = self.v_factors()
+        column = self.column(self.element)
         for i in cutlass.range(first, self.live_rows, step, unroll=1):
             row = self.row_at(i)
             mult = ptx.lds_f32(self.mult + row * 4)
             state = empty_sum()
             self.add_warps(state, row, mult)
-            self.finish_row(row, state, mult, v_factors)
+            self.finish_row(row, state, mult, column)
 
     @cute.jit
     def add_warps(self, state, row, mult):
@@ -179,31 +169,25 @@ class Epilogue:
                 values.append((*ptx.lds_f32x2(addr), *ptx.lds_f32x2(addr + (2 if geo.wide else 18) * 4)))
             add_parts(state, ms, ls, values, mult)
 
-    def v_factors(self) -> list[Any]:
-        """The V descale of each side."""
-        args = self.args
-        at = [Int64(self.seq) * args.v_scale_seq_stride + Int64(h) * args.v_scale_head_stride for h in self.kv_heads]
-        return [ptx.ldg_f32(args.v_scale + i * 4) for i in at]
-
     @cute.jit
-    def finish_row(self, row, state, mult, v_factors):
+    def finish_row(self, row, state, mult, column):
         """Write a row's elements, if they are of its head."""
         geo = self.geo
-        v_factor = v_factors[0]
+        v_factor = column.v_factors[0]
         if cutlass.const_expr(geo.joined_heads):
             half = half_of(geo, self.args, row)
             mine = is_live(geo, self.args, self.head, row)
             if cutlass.const_expr(geo.joined == "heads"):
-                mine = mine & (half == self.half)
+                mine = mine & (half == column.half)
             else:
-                v_factor = v_factors[1] if half == 1 else v_factor
+                v_factor = column.v_factors[1] if half == 1 else v_factor
             if mine:
-                self.write_row(row, state, mult, v_factor)
+                self.write_row(row, state, mult, column.place, v_factor)
         else:
-            self.write_row(row, state, mult, v_factor)
+            self.write_row(row, state, mult, column.place, v_factor)
 
     @cute.jit
-    def write_row(self, row, state, mult, v_factor):
+    def write_row(self, row, state, mult, place, v_factor):
         """Normalise, apply v_scale and o_mul, round once, write."""
         args = self.args
         m, l, *o = [state[i] for i in range(6)]
@@ -215,12 +199,12 @@ class Epilogue:
             inverse = inverse * self.v_unscale
         factors = [Float32(1.0)] * 4
         if args.o_mul != 0:
-            factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.variant.head_size + self.column) * 4))
+            factors = list(ptx.ldg_f32x4(args.o_mul + Int64(head * self.variant.head_size + place) * 4))
         o = [x * inverse * v_factor * f for x, f in zip(o, factors, strict=True)]
         pack = ptx.pack_bf16x2 if self.variant.out_dtype == "bf16" else ptx.pack_f16x2
-        at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + Int64(self.column)
+        at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + Int64(place)
         ptx.stg_b64(args.out + at * 2, pack(o[0], o[1]), pack(o[2], o[3]))
         if args.lse != 0:
-            if self.column == 0:
+            if place == 0:
                 value = Float32(NEG_INF) if l == 0.0 else (m * mult + (ptx.lg2(l) - P_BIAS)) * LN_2
                 ptx.stg_f32(args.lse + (Int64(token) * args.lse_token_stride + Int64(head)) * 4, value)

@@ -38,6 +38,9 @@ SMEM_BYTES = {"sm_120a": 99 * 1024}
 
 OTHER_SMEM_BYTES = 227 * 1024
 
+UNSET = -1
+"""The bits of a word of the workspace that holds nothing: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
+
 
 def takes_wgmma(variant: Variant) -> bool:
     """Whether the kernel is a wide one: Hopper, 32 or 64 q rows of 128 elements, 8-bit formats, nothing tuned by hand.
@@ -396,5 +399,5 @@ class Geometry:
 
     @property
     def partial_floats(self) -> int:
-        """fp32 words of one split's partial result in the workspace: O, then (m, l) per row."""
-        return self.rows * (self.head_size + 2)
+        """fp32 words of one split's partial result in the workspace: beside O as many again, see partials.py."""
+        return self.rows * self.head_size * 2

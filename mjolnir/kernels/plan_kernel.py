@@ -24,8 +24,9 @@ TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_CO
 COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)
 DYNAMIC_ABOVE, SKEWED = tl.constexpr(plan.DYNAMIC_ABOVE), tl.constexpr(plan.SKEWED)
 ALIGN_SLACK, WHOLE_SLACK = tl.constexpr(plan.ALIGN_SLACK), tl.constexpr(plan.WHOLE_SLACK)
-SINGLE_TILES, PAIR_SHARE = tl.constexpr(plan.SINGLE_TILES), tl.constexpr(plan.PAIR_SHARE)
+SINGLE_TILES, PAIRED_TILES = tl.constexpr(plan.SINGLE_TILES), tl.constexpr(plan.PAIRED_TILES)
 SHORT_0, SHORT_1 = (tl.constexpr(tiles) for tiles in plan.SHORT_TILES)
+PAIR_0, PAIR_1 = (tl.constexpr(tiles) for tiles in plan.PAIR_TILES)
 ARRIVE, WAIT, PAIRED = tl.constexpr(plan.ARRIVE), tl.constexpr(plan.WAIT), tl.constexpr(plan.PAIRED)
 (_rows_0, _tenths_0), (_rows_1, _tenths_1) = plan.SHARES
 ROWS_0, TENTHS_0, TENTHS_1 = tl.constexpr(_rows_0), tl.constexpr(_tenths_0), tl.constexpr(_tenths_1)
@@ -110,7 +111,8 @@ def _build_plan(
         single = _aligned(tiles, equal, short, 1, HEADS, NUM_CTAS)
         aligned = single
         if PAIRS:
-            pairs = _aligned(tiles, equal, PAIR_SHARE, 2, HEADS, NUM_CTAS)
+            pair = tl.where(longest > PAIRED_TILES, PAIR_1, PAIR_0)
+            pairs = _aligned(tiles, equal, pair, 2, HEADS, NUM_CTAS)
             single_first = (longest <= SINGLE_TILES) & (equal <= short) & (single > 0)
             paired = ((pairs > 0) & (single_first == 0)).to(tl.int64)
             aligned = tl.where(paired > 0, pairs, single)

@@ -18,11 +18,15 @@ from mjolnir.kernels.work import (
     load_row,
     num_tiles,
     row_address,
+    rows_of_item,
     span_of,
     two_by_two,
 )
-from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE
+from mjolnir.plan import ARRIVE, PLAN_COLUMNS, PLAN_TILE
 from mjolnir.variant import Variant
+
+MOST_LOOKS = 32
+"""At whether all rows of an item have begun, 0.6 us each; after that the row does not wait for the others."""
 
 
 class Producer:
@@ -104,9 +108,16 @@ class Producer:
         free = Int32(0)  # bit s: parity of the phase in which stage s is free next, less 1
         turn = Int32(0)  # rows handed over
         row = work.row
+        counter = Int64(0)
         while row < num_rows:
             self.mailbox.put(smem, lane, turn, work, mode)
             turn += 1
+            if mode != ARRIVE:
+                # Of an item's rows: it is at zero again once all have begun.
+                begin_row, final_row = rows_of_item(work, 0)
+                counter = args.counters + Int64(begin_row) * 8
+                if lane == 0 and begin_row < final_row:
+                    ptx.increment(counter, final_row - begin_row)
             for p in cutlass.range(work.pieces, unroll=1):
                 seq, head = item_of(args, work, p)
                 pages = args.block_table + Int64(seq) * args.block_table_stride * 4
@@ -155,7 +166,13 @@ class Producer:
                 row = num_ctas + cute.arch.shuffle_sync(ticket, 0)
                 if row < num_rows:
                     work = load_row(args, row)
-        self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), mode)
+        begun = Int32(0)
+        if counter != 0:
+            for _ in cutlass.range(MOST_LOOKS, unroll=1):
+                if begun == 0:
+                    begun = Int32(ptx.ld_relaxed_b32(counter) == 0)
+            begun = cute.arch.shuffle_sync(begun, 0)
+        self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), begun)
 
     def coords(self, token: Any, panel: Any, head: Any, page: Any) -> tuple[Any, ...]:
         """Where a box begins that starts with a token of a page, by the tensor maps of decode.py."""

@@ -159,23 +159,22 @@ def stg_b64(addr: Any, lo: Any, hi: Any) -> None:
     asm("", "st.global.v2.b32 [$0], {$1,$2};", [addr, lo, hi], "lrr", True)
 
 
+def ld_relaxed_b32(addr: Any) -> Any:
+    return asm("r", "ld.relaxed.gpu.global.b32 $0, [$1];", [addr], "l", True)
+
+
 def ld_relaxed_b32x4(addr: Any) -> Any:
     """From L2, without a place in the first-level cache."""
     return asm("rrrr", "ld.relaxed.gpu.global.v4.b32 {$0,$1,$2,$3}, [$4];", [addr], "l", True)
 
 
-def ld_relaxed_f32x4(addr: Any) -> Any:
-    """16 bytes as one access, from L2: all of one store or none of it."""
+def ld_relaxed_f32x4_if(wanted: Any, addr: Any) -> Any:
+    """16 bytes as one access, from L2: all of one store or none of it. Zeros, and no access, if they are not wanted."""
     code = (
-        "{ .reg .b128 x; .reg .b64 lo, hi; ld.relaxed.gpu.global.b128 x, [$4]; mov.b128 {lo, hi}, x;"
-        " mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
+        "{ .reg .pred p; .reg .b128 x; .reg .b64 lo, hi; setp.ne.b32 p, $5, 0; mov.b64 lo, 0; mov.b128 x, {lo, lo};"
+        " @p ld.relaxed.gpu.global.b128 x, [$4]; mov.b128 {lo, hi}, x; mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
     )
-    return asm("ffff", code, [addr], "l", True)
-
-
-def ld_relaxed_f32x2(addr: Any) -> Any:
-    code = "{ .reg .b64 x; ld.relaxed.gpu.global.b64 x, [$2]; mov.b64 {$0, $1}, x; }"
-    return asm("ff", code, [addr], "l", True)
+    return asm("ffff", code, [addr, Int32(wanted)], "lr", True)
 
 
 def st_relaxed_f32x4(addr: Any, x: Sequence[Any]) -> None:
@@ -186,10 +185,6 @@ def st_relaxed_f32x4(addr: Any, x: Sequence[Any]) -> None:
     asm("", code, [addr, *x], "lffff", True)
 
 
-def st_relaxed_f32x2(addr: Any, x: Any, y: Any) -> None:
-    asm("", "{ .reg .b64 x; mov.b64 x, {$1, $2}; st.relaxed.gpu.global.b64 [$0], x; }", [addr, x, y], "lff", True)
-
-
 def atomic_inc(addr: Any, last: Any, order: str) -> Any:
     """The old value; the counter wraps to 0 after ``last``, so it resets itself. ``order``: "relaxed" or "acq_rel"."""
     return asm("r", f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", [addr, last], "lr", True)
@@ -198,6 +193,15 @@ def atomic_inc(addr: Any, last: Any, order: str) -> Any:
 def atomic_inc_shared(addr: Any, last: Any) -> Any:
     """``atomic_inc`` among the threads of a CTA, acq_rel."""
     return asm("r", "atom.acq_rel.cta.shared.inc.u32 $0, [$1], $2;", [addr, last], "rr", True)
+
+
+def increment(addr: Any, last: Any) -> None:
+    """``atomic_inc``, relaxed, whose old value nobody needs."""
+    asm("", "red.relaxed.gpu.global.inc.u32 [$0], $1;", [addr, last], "lr", True)
+
+
+def or_shared(addr: Any, bits: Any) -> None:
+    asm("", "red.relaxed.cta.shared.or.b32 [$0], $1;", [addr, bits], "rr", True)
 
 
 def prefetch_l1(addr: Any) -> None:

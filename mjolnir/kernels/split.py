@@ -1,16 +1,18 @@
 """The end of a piece that may be one of many splits of an item.
 
-A partial result is, per q row, O, m and l (see softmax.py). Split i of an item that row b of the plan begins is the
-first piece of row b + i, and lies in slot 2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. In a
-paired plan the same holds of every second row. Many splits are merged in two steps: by teams of neighbours, then the
-teams' results. A team leaves its result in a slot that nobody else uses: the second one of a row that lies wholly
-inside the item.
+Split i of an item that row b of the plan begins is the first piece of row b + i, and its partial result lies in slot
+2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. In a paired plan the same holds of every second
+row. The order of a sum never depends on who is done first. Who merges follows from the plan's mode.
 
-Who merges? In plans of mode WAIT and PAIRED all rows run at once, and the last row of a team or item waits: it keeps
-its own result, and reads the others' slots until they are filled. An empty slot holds UNSET, which no arithmetic makes;
-whoever has read a slot empties it. That takes one way through L2. A row waits only for lower ones, whose CTAs a GPU
-starts first, so it never waits for one that cannot begin. In mode ARRIVE rows count themselves at the end of a piece,
-at the price of a fence and an atomic, and whichever is the last merges. The order of a sum depends on neither.
+ARRIVE: rows count themselves at the end of a piece, and whichever is last merges, at the price of a fence and an
+atomic. Many splits are merged in two steps: by teams of neighbours, then the teams' results. A team leaves its result
+in a slot that nobody else uses: the second one of a row that lies wholly inside the item.
+
+WAIT, PAIRED: every row is one split and has no other piece, and all run at once. So all of an item's rows merge: each a
+part of the result, of all splits, which it waits for. That takes one way through L2. Rows that wait for each other must
+all have begun, else two kernels that each have half of the GPU would wait for ever. The producer looks; where it could
+not see it, which only other work on the GPU can bring about, a row notes in its partial result that it does not wait,
+and the item's last row merges its part too: that row waits for lower ones only, whose CTAs a GPU starts first.
 """
 
 from __future__ import annotations
@@ -22,9 +24,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
-from mjolnir.kernels.epilogue import Epilogue, add_parts, empty_sum
-from mjolnir.kernels.partials import LOADS_IN_FLIGHT, LOG2_TEAM, UNSET
+from mjolnir.kernels.epilogue import Epilogue
+from mjolnir.kernels.geometry import WARP
+from mjolnir.kernels.partials import Partials, add_parts, empty_sum
 from mjolnir.kernels.softmax import NEG_INF
+from mjolnir.kernels.work import Mailbox
+
+LOADS_IN_FLIGHT = 8
+"""Splits that a thread reads at once in ARRIVE. A round trip to L2 takes as long for 16, but the longer code, which is
+fetched cold, cost more than the trips it saved."""
+
+LOG2_TEAM = ((16, 4), (64, 3), (256, 4), (1 << 30, 5))
+"""(up to so many splits, log2 of a team's members): more than 16 splits are merged in two steps, by teams of neighbours
+first. The two steps take about as many round trips."""
+
+TOGETHER_IN_FLIGHT = 2
+"""Splits that a thread reads at once where all rows merge, and sums of other threads that it adds at once."""
+
+MOST_PARTS = 32
+"""Of a result that all rows merge: a bit of a word each."""
 
 
 class Teams(NamedTuple):
@@ -35,7 +53,6 @@ class Teams(NamedTuple):
     teams: Int32
     leader: Int32  # first row of the own team
     members: Int32  # of the own team
-    waits: Int32
     alone: Int32  # 1: the last team has one member, which leaves its result where a split's lies
 
 
@@ -49,29 +66,160 @@ class Level(NamedTuple):
     lone: Int32
 
 
+class Parts(NamedTuple):
+    """How an item's result is divided among its rows. A unit is four elements of a q row."""
+
+    units: Int32
+    log2_size: Int32
+    count: Int32
+    begin_row: Int32
+    splits: Int32
+
+
 class SplitMerge(Epilogue):
     @cute.jit
     def conclude(self, row, begin_row, final_row, waits):
-        """Merge the warps, and the splits if there are several. Returns 1 if the last warp does that alone, while the
-        others go on; else 0."""
+        """Merge the warps, and the splits that rows begin_row … final_row hold if there are several. Returns 1 if the
+        last warp does that alone, while the others go on; else 0."""
         alone = Int32(1 if self.geo.own_q else 0)
         if cutlass.const_expr(self.variant.split):
             if begin_row == final_row:
                 self.write()
             else:
-                self.merge_splits(row, begin_row, final_row, waits)
+                if waits == 1:
+                    self.merge_together(row, begin_row, final_row)
+                else:
+                    self.merge_in_teams(row, begin_row, final_row)
                 alone = Int32(0)
         else:
             self.write()
         return alone
 
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.geo, self.args)
+
+    # All rows merge
+
     @cute.jit
-    def merge_splits(self, row, begin_row, final_row, waits):
-        """Merge the warps; then, of the splits that rows begin_row … final_row hold, what is for this row to merge. The
-        rows of a pair make one split."""
-        step = self.halves
-        splits = (final_row - begin_row + step) >> self.paired
+    def merge_together(self, row, begin_row, final_row):
+        """The rows of a pair make one split."""
+        splits = (final_row - begin_row + self.halves) >> self.paired
         split = (row - begin_row) >> self.paired
+        if splits == 1:
+            self.sync()
+            self.finish_rows(self.first_row, self.row_step)
+        else:
+            units = self.live_rows * (self.geo.head_size // 4)
+            log2_size = Int32(0)
+            while cutlass.min(splits, MOST_PARTS) << log2_size < units:
+                log2_size += 1
+            parts = Parts(units, log2_size, (units + (1 << log2_size) - 1) >> log2_size, begin_row, splits)
+            part = splits - 1 - split
+            has_part = part < parts.count
+            waits = part == 0 or (has_part and self.all_have_begun() == 1)
+            if self.is_first:
+                ptx.sts_b32(self.first_half + self.flag, Int32(0))
+            self.sync()
+            note = Int32(0) if waits or not has_part else Int32(1) << part
+            self.store_rows(2 * (begin_row + split * self.halves), ptx.int_as_float(note))
+            if waits:
+                going = Int32(1)
+                while going == 1:
+                    self.merge_part(part, parts)
+                    going = Int32(0)
+                    if split == splits - 1:
+                        # Parts of rows that do not wait.
+                        left = ptx.lds_b32(self.first_half + self.flag) >> part
+                        while going == 0 and left > 1:
+                            left = left >> 1
+                            part += 1
+                            going = left & 1
+
+    def all_have_begun(self) -> Any:
+        """Whether all of the plan's rows have: each half has one, and then hears that from its producer."""
+        mailbox, smem, turn = Mailbox(self.geo), self.first_half + self.smem, Int32(1)
+        mailbox.wait(smem, turn)
+        return mailbox.mode(smem, turn)
+
+    @cute.jit
+    def store_rows(self, slot, note):
+        for r in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
+            row = self.row_at(r)
+            state = empty_sum()
+            self.add_warps(state, row, ptx.lds_f32(self.mult + row * 4))
+            self.partials.store(slot, row, self.element, state, note)
+
+    @cute.jit
+    def merge_part(self, part, parts):
+        """Threads stand on (some splits, unit); those of a unit then add up their sums."""
+        most = 1 << (self.geo.consumer_warps * WARP).bit_length() - 1
+        log2_row = (self.geo.head_size // 4).bit_length() - 1
+        log2_width = cutlass.min(parts.log2_size, Int32(most.bit_length() - 1))
+        width = Int32(1) << log2_width
+        share, shares = self.thread >> log2_width, self.threads >> log2_width
+        for first in cutlass.range(0, 1 << parts.log2_size, width, unroll=1):
+            place = self.thread & (width - 1)
+            unit = (part << parts.log2_size) + first + place
+            live = unit < parts.units
+            unit = unit if live else Int32(0)
+            row, element = self.row_at(unit >> log2_row), (unit & (1 << log2_row) - 1) * 4
+            column = self.column(element)
+            mult = ptx.lds_f32(self.mult + row * 4)
+            state = empty_sum()
+            self.add_splits(state, live and share < shares, share, shares, row, element, mult, parts)
+            step = width
+            while step < WARP:
+                self.add_lane(state, step, mult)
+                step = step * 2
+            log2_sums = cutlass.max(log2_width, Int32(WARP.bit_length() - 1))
+            sums = self.threads >> log2_sums
+            at = self.first_half + self.exchange + place * 32
+            self.sync()
+            if self.thread & ((1 << log2_sums) - 1) < width:
+                mine = at + ((self.thread >> log2_sums) << log2_width) * 32
+                ptx.sts_f32x2(mine, state[0], state[1])
+                ptx.sts_f32x4(mine + 16, [state[2 + e] for e in range(4)])
+            self.sync()
+            if live and share == 0:
+                state = empty_sum()
+                for i in cutlass.range(0, sums, TOGETHER_IN_FLIGHT, unroll=1):
+                    ms, ls, values = [], [], []
+                    for j in cutlass.range_constexpr(TOGETHER_IN_FLIGHT):
+                        that = at + (cutlass.min(i + j, sums - 1) << log2_width) * 32
+                        m, l = ptx.lds_f32x2(that)
+                        ms.append(m if i + j < sums else Float32(NEG_INF))
+                        ls.append(l)
+                        values.append(ptx.lds_f32x4(that + 16))
+                    add_parts(state, ms, ls, values, mult)
+                self.finish_row(row, state, mult, column)
+
+    @cute.jit
+    def add_lane(self, state, step, mult):
+        """Add the sum of the lane ``step`` away."""
+        m, l, *o = [cute.arch.shuffle_sync_bfly(state[i], step) for i in range(6)]
+        add_parts(state, [m], [l], [o], mult)
+
+    @cute.jit
+    def add_splits(self, state, live, share, shares, row, element, mult, parts):
+        """Every ``shares``-th split, of one unit."""
+        last = parts.splits - 1
+        passed_on = Int32(0)
+        for first in cutlass.range(0, parts.splits, shares * TOGETHER_IN_FLIGHT, unroll=1):
+            splits = [first + share + j * shares for j in range(TOGETHER_IN_FLIGHT)]
+            slots = [2 * (parts.begin_row + i * self.halves) for i in splits]
+            valid = [live and i <= last for i in splits]
+            notes = self.partials.add(state, slots, valid, row, element, mult, False)
+            for note in notes:
+                passed_on = passed_on | ptx.float_as_int(note)
+        if passed_on != 0:
+            ptx.or_shared(self.first_half + self.flag, passed_on)
+
+    # The last to arrive merges
+
+    @cute.jit
+    def merge_in_teams(self, row, begin_row, final_row):
+        splits, split = final_row - begin_row + 1, row - begin_row
         log2_team = Int32(0)
         for i in cutlass.range_constexpr(len(LOG2_TEAM)):
             up_to, log2_size = LOG2_TEAM[-1 - i]
@@ -79,32 +227,26 @@ class SplitMerge(Epilogue):
         team_size = Int32(1) << log2_team
         teams = (splits + team_size - 1) >> log2_team
         team = split >> log2_team
-        leader = begin_row + team * team_size * step
+        leader = begin_row + team * team_size
         members = cutlass.min(splits - team * team_size, team_size)
-        team_slot = 2 * (leader + step) + 1 if team == 0 else 2 * leader + 1
+        team_slot = 2 * (leader + 1) + 1 if team == 0 else 2 * leader + 1
         team_slot = team_slot if teams > 1 else Int32(-1)
         alone = Int32(1) if splits - (teams - 1) * team_size == 1 else Int32(0)
-        shared = Teams(begin_row, team_size, teams, leader, members, waits, alone)
+        shared = Teams(begin_row, team_size, teams, leader, members, alone)
 
-        # A pass adds up this row's warps (``own``) and the slots of levels first_level … end_level - 1: 0 is the
-        # members of the team, 1 the teams. One body for all passes: code that runs once a launch is code to fetch.
-        own, first_level, end_level = Int32(1), Int32(0), Int32(0)
-        target = 2 * begin_row + 1 if split == 0 else 2 * (begin_row + split * step)
-        target = target if splits > 1 else Int32(-1)
-        if waits == 1 and split == team * team_size + members - 1:
-            end_level = Int32(2) if split == splits - 1 and teams > 1 else Int32(1)
-            target = Int32(-1) if split == splits - 1 else team_slot
+        # A pass leaves this row's warps (level -1), adds up the members of the team (0), or the teams (1). One body for
+        # all passes: code that runs once a launch is code to fetch.
+        level = Int32(-1)
+        target = 2 * begin_row + 1 if split == 0 else 2 * row
         going = Int32(1)
         while going == 1:
-            self.merge(own, first_level, end_level, target, shared)
+            self.merge(level, target, shared)
             going = Int32(0)
-            if target >= 0 and waits == 0:
-                in_team = own == 1 and members > 1
+            if target >= 0:
+                in_team = level < 0 and members > 1
                 counter = leader * 2 if in_team else begin_row * 2 + 1
                 going = self.arrive(self.args.counters + Int64(counter) * 4, members if in_team else teams)
-                own = Int32(0)
-                first_level = Int32(0) if in_team else Int32(1)
-                end_level = first_level + 1
+                level = Int32(0) if in_team else Int32(1)
                 target = team_slot if in_team else Int32(-1)
 
     @cute.jit
@@ -119,93 +261,45 @@ class SplitMerge(Epilogue):
         return ptx.lds_b32(self.flag)
 
     @cute.jit
-    def merge(self, own, first_level, end_level, target, teams):
+    def merge(self, level, target, teams):
         """One pass: the result goes to slot ``target``, or is O where that is negative."""
-        v_factors = self.v_factors()
+        column = self.column(self.element)
         self.sync()
         for r in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
             row = self.row_at(r)
             mult = ptx.lds_f32(self.mult + row * 4)
             state = empty_sum()
-            if own == 1:
+            if level < 0:
                 self.add_warps(state, row, mult)
-            for level in cutlass.range(first_level, end_level, unroll=1):
+            else:
                 slots = self.slots(level, teams)
                 for first in cutlass.range(0, slots.parts, LOADS_IN_FLIGHT, unroll=1):
-                    self.add_slots(state, slots, first, row, mult)
+                    parts = [first + j for j in range(LOADS_IN_FLIGHT)]
+                    places = [slot_of(slots, i) for i in parts]
+                    self.partials.add(state, places, [i < slots.parts for i in parts], row, self.element, mult, True)
             if target < 0:
-                self.finish_row(row, state, mult, v_factors)
+                self.finish_row(row, state, mult, column)
             else:
-                ptx.st_relaxed_f32x4(self.values_address(target, row), [state[2 + e] for e in range(4)])
-                # Once: a second warp's (d = 256) might come after the reader has emptied the slot.
-                if self.element == 0:
-                    ptx.st_relaxed_f32x2(self.stats_address(target, row), state[0], state[1])
+                self.partials.store(target, row, self.element, state, Float32(0.0))
         self.sync()
-        # A row's m and l were read by all of its threads, which are past that now.
-        unset = ptx.int_as_float(Int32(UNSET))
-        for level in cutlass.range(first_level, end_level, unroll=1):
-            slots = self.slots(level, teams)
-            for i in cutlass.range(self.element // 4, slots.parts, self.geo.head_size // 4, unroll=1):
-                for r in cutlass.range(self.first_row, self.live_rows, self.row_step, unroll=1):
-                    ptx.st_relaxed_f32x2(self.stats_address(slot_of(slots, i), self.row_at(r)), unset, unset)
 
     @cute.jit
     def slots(self, level, teams):
-        """The slots of a level; without this row's own where it waits for the others, and then is the last."""
         in_team = level == 0
-        parts = (teams.members if in_team else teams.teams) - teams.waits
+        parts = teams.members if in_team else teams.teams
         first = (
             (2 * teams.leader + 1 if teams.leader == teams.begin_row else 2 * teams.leader)
             if in_team
-            else 2 * (teams.begin_row + self.halves) + 1
+            else 2 * (teams.begin_row + 1) + 1
         )
-        stride = 2 * self.halves if in_team else 2 * self.halves * teams.team_size
+        stride = Int32(2) if in_team else 2 * teams.team_size
         second = 2 * teams.leader + stride if in_team else 2 * teams.begin_row + stride + 1
-        lone = teams.teams - 1 if level == 1 and teams.waits == 0 and teams.alone == 1 else Int32(-1)
+        lone = teams.teams - 1 if level == 1 and teams.alone == 1 else Int32(-1)
         return Level(parts, first, second, stride, lone)
-
-    @cute.jit
-    def add_slots(self, state, slots, first, row, mult):
-        """Add LOADS_IN_FLIGHT slots of a level, read in one round trip, as often as it takes until all are there; then
-        empty them. Past the end the last slot is read again, and weighs nothing."""
-        parts = cute.make_rmem_tensor((6 * LOADS_IN_FLIGHT,), Float32)
-        missing = Int32(1)
-        while missing == 1:
-            missing = Int32(0)
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                slot = slot_of(slots, first + j)
-                m, l = ptx.ld_relaxed_f32x2(self.stats_address(slot, row))
-                o = ptx.ld_relaxed_f32x4(self.values_address(slot, row))
-                parts[6 * j], parts[6 * j + 1] = m, l
-                for e in cutlass.range_constexpr(4):
-                    parts[6 * j + 2 + e] = o[e]
-                unset = ptx.float_as_int(m) == UNSET or ptx.float_as_int(o[0]) == UNSET
-                missing = Int32(1) if unset else missing
-        ms, ls, values = [], [], []
-        for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            ms.append(parts[6 * j] if first + j < slots.parts else Float32(NEG_INF))
-            ls.append(parts[6 * j + 1])
-            values.append([parts[6 * j + 2 + e] for e in range(4)])
-        add_parts(state, ms, ls, values, mult)
-        nothing = [ptx.int_as_float(Int32(UNSET))] * 4
-        for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if first + j < slots.parts:
-                ptx.st_relaxed_f32x4(self.values_address(slot_of(slots, first + j), row), nothing)
-
-    def values_address(self, slot: Any, row: Any) -> Any:
-        """This thread's elements of O, of a row of a partial result."""
-        word = Int64(slot) * self.geo.partial_floats + Int64(row * self.geo.head_size + self.element)
-        return self.args.partials + word * 4
-
-    def stats_address(self, slot: Any, row: Any) -> Any:
-        """(m, l) of a row of a partial result: as a distance that no slot changes, which saves registers."""
-        words = self.geo.rows * self.geo.head_size + row * (2 - self.geo.head_size) - self.element
-        return self.values_address(slot, row) + Int64(words * 4)
 
 
 @cute.jit
 def slot_of(slots, i):
-    """The slot of part i of a level; past the end the last one again."""
-    i = cutlass.min(i, slots.parts - 1)
+    """The slot of part i of a level."""
     slot = slots.first if i == 0 else slots.second + (i - 1) * slots.stride
     return slot - 1 if i == slots.lone else slot

@@ -65,6 +65,14 @@ def span_of(work, p, seq_len):
     return begin, end
 
 
+@cute.jit
+def rows_of_item(work, p):
+    """The first and the last row of the plan that have a part of piece p's item."""
+    first = work.first_row if p == 0 and work.first_tile > 0 else work.row
+    last = work.last_row if p == work.pieces - 1 and work.end_tile > 0 else work.row
+    return first, last
+
+
 def num_tiles(geo: Geometry, begin: Any, end: Any) -> Any:
     """Kernel tiles of a piece; none where the live length ends before it."""
     return (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile
