@@ -171,8 +171,8 @@ def test_every_element_is_written_once(monkeypatch: pytest.MonkeyPatch, shape: S
     monkeypatch.setattr(heads, "Int32", int)
     monkeypatch.setattr(epilogue, "Int32", int)
     monkeypatch.setattr(epilogue, "Int64", int)
-    monkeypatch.setattr(epilogue, "cutlass", SimpleNamespace(min=min))
-    finish_row, write_row = (jit_method(Epilogue, name) for name in ("finish_row", "write_row"))
+    monkeypatch.setattr(epilogue, "cutlass", SimpleNamespace(min=min, const_expr=bool, Boolean=bool))
+    spot, finish_row, write_row = (jit_method(Epilogue, name) for name in ("spot", "finish_row", "write_row"))
     consumers = geo.consumer_warps * 32
     threads = [half * geo.threads + i for half in range(1 + paired) for i in range(consumers)]
     for pair, thread in itertools.product(range(args.num_kv_heads), threads):  # noqa: B007, read by thread_index
@@ -182,7 +182,7 @@ def test_every_element_is_written_once(monkeypatch: pytest.MonkeyPatch, shape: S
         for i in range(epi.first_row, epi.live_rows, epi.row_step):
             row = epi.row_at(i)
             part = [m[row], l[row], *o[row, epi.element : epi.element + 4]]
-            finish_row(epi, row, part, 0.5, column)
+            finish_row(epi, spot(epi, row, column), part, 0.5)
 
     expected: dict[int, float] = {}
     for pair, row in itertools.product(range(args.num_kv_heads), range(geo.rows)):

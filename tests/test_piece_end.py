@@ -54,7 +54,10 @@ class Warp:
         yield
         assert self.half.exchange == [self.piece] * WARPS, "a warp's result is not there yet, or no more"
 
-    def finish_row(self, row: int, state: Any, mult: float, column: int) -> None:
+    def spot(self, row: int, column: int) -> int:
+        return row
+
+    def finish_row(self, row: int, state: Any, mult: float) -> None:
         self.half.written.append((self.piece, row))
 
 

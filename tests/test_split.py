@@ -76,6 +76,7 @@ def kernel_text(module: Any, *names: str, **stand_ins: Any) -> Any:
     namespace: dict[str, Any] = {
         **{name: getattr(split, name) for name in dir(split) if name.isupper()},
         "UNSET": geometry.UNSET,
+        "log2": geometry.log2,
         "WARP": WARP,
         "Any": Any,
         "Int32": int,
@@ -254,6 +255,7 @@ PTX = SimpleNamespace(
     sts_b32=lambda address, value: address.store(value),
     sts_f32x2=lambda address, x, y: address.store(x, y),
     sts_f32x4=lambda address, values: address.store(*values),
+    floor_log2=lambda x: x.bit_length() - 1,
     or_shared=lambda address, bits: address.store(address.load(1)[0] | bits),
 )
 
@@ -331,10 +333,13 @@ class Merge:
             values = part.o[row][self.element : self.element + 4]
             SUMS.add_parts(state, [part.m[row]], [part.l[row]], [values], mult)
 
-    def finish_row(self, row: int, state: Registers, mult: float, column: int) -> None:
+    def spot(self, row: int, column: int) -> tuple[int, int]:
+        return row, column
+
+    def finish_row(self, spot: tuple[int, int], state: Registers, mult: float) -> None:
         result = DEVICE.results.setdefault(self.item, {})
-        assert (row, column) not in result, "finished twice"
-        result[row, column] = tuple(state)
+        assert spot not in result, "finished twice"
+        result[spot] = tuple(state)
 
 
 Call = tuple[Piece, Part]

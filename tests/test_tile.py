@@ -4,8 +4,10 @@ conflicts of its loads."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,10 @@ if dsl_missing_reason():
 
 from warp import LANE, G, T, Warp
 
+from mjolnir.kernels import ptx
+from mjolnir.kernels.epilogue import Epilogue
 from mjolnir.kernels.geometry import Geometry
-from mjolnir.kernels.lanes import k_loads, position_of, token_of, v_loads
+from mjolnir.kernels.lanes import exchange_place, k_loads, position_of, token_of, v_loads
 from mjolnir.kernels.operand import Operand
 from mjolnir.kernels.tile import TileMath
 from mjolnir.variant import HEAD_SIZES, Variant
@@ -168,3 +172,56 @@ def test_joined_tokens_lie_where_those_of_64_byte_rows_do(k_name: str, v_name: s
 def test_rows_of_s_are_a_permutation_of_each_eight_tokens(name: str, head_size: int) -> None:
     v = Operand.of(get_format(name), head_size)
     assert sorted(token_of(v, row) for row in range(8)) == list(range(8))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", sorted({name for pair in PAIRS for name in pair}))
+def test_the_exchange_buffer_holds_each_element_once_and_few_conflicts(name: str, head_size: int) -> None:
+    """O as ``accumulate`` leaves it, read by threads that stand on four neighbouring elements each."""
+    geo = Geometry.of(Variant("sm_90a", name, "bf16", "bf16", head_size, 8))
+    v = geo.v
+    run, per_panel = v.panel_elems // 8, geo.m_tiles // v.panels
+    places = np.full(head_size, -1)
+    for tile in range(geo.m_tiles):
+        place = exchange_place(v, tile, G)
+        panel, i = divmod(tile, per_panel)
+        for h in range(2):
+            places[panel * v.panel_elems + G * run + 2 * i + h] = place + h
+        assert phases((2 * T * geo.exchange_stride + place) * 4, 8) == (2, 2)
+    assert sorted(places) == list(range(head_size))
+
+    epilogue = SimpleNamespace(geo=geo, element=np.arange(0, head_size, 4))
+    first, second = Epilogue.exchange_bytes(epilogue)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(np.stack([first, first + 4, second, second + 4], -1).reshape(-1), places * 4)
+    for at in (first, second):
+        lanes = np.resize(at, 32) + np.arange(32) // len(at) * (geo.exchange_stride * 4)
+        cycles, fewest = phases(lanes, 8)
+        assert cycles <= (2 if v.panel_elems == 64 else 1) * fewest
+
+
+@pytest.mark.parametrize("joined", ["", "heads"])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", ["fp8", "bf16", "e2m3", "nvfp4"])
+def test_rows_of_q_reach_their_lanes(monkeypatch: pytest.MonkeyPatch, name: str, head_size: int, joined: str) -> None:
+    if joined and (name, head_size) != ("fp8", 64):
+        pytest.skip("no such kernel")
+    variant = Variant("sm_90a", name, "bf16", "bf16", head_size, 8, joined=joined)
+    geo = Geometry.of(variant)
+    warp = Warp(8 * head_size * 2)
+    warp.install(monkeypatch)
+    math = TileMath(variant, geo)
+    rows = np.random.default_rng(0).normal(size=(8, head_size)).astype(ml_dtypes.bfloat16)
+    stride = 2 * head_size + 48  # any multiple of 16 bytes
+    warp.gmem = np.zeros(8 * stride, np.uint8)
+    for row in range(8):
+        warp.gmem[row * stride : row * stride + 2 * head_size] = rows[row].view(np.uint8)
+    t = T & 1 if joined else T
+    reads: list[tuple[int, int]] = []
+    lds128 = warp.lds128
+    monkeypatch.setattr(ptx, "lds128", lambda addr: reads.append(phases(addr, 16)) or lds128(addr))
+    values = math.load_q_rows(G * stride, 0, t, LANE)
+    assert set(reads) == {(4, 4)}
+    runs, run = math.lane_runs(t)
+    for at, element in runs:
+        for i in range(run):
+            np.testing.assert_array_equal(values[at + i], rows[G, element + i].astype(np.float64))

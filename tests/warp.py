@@ -253,6 +253,7 @@ class _Cute:
 
 
 class _Cutlass:
+    Boolean = bool
     max, min = staticmethod(np.maximum), staticmethod(np.minimum)
     range_constexpr = range
 

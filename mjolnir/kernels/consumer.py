@@ -184,11 +184,12 @@ class Consumer:
             row = row0 + n * 8 + g
             live = is_live(geo, args, head, row)
             row = row if live else Int32(0)
-            values = self.math.load_q_row(self.q_address(args, seq, head, row), own)
+            frags = q_frags + n * geo.q_frag_bytes
+            staging = frags - lane * 16
+            values = self.math.load_q_rows(self.q_address(args, seq, head, row), staging, own, lane)
             if args.q_mul != 0:
                 _, q_head = token_and_head(geo, args, head, row)
                 self.math.scale_q_row(values, args.q_mul + Int64(q_head * self.variant.head_size) * 4, own)
-            frags = q_frags + n * geo.q_frag_bytes
             if cutlass.const_expr(geo.joined == "heads"):
                 half = half_of(geo, args, row)
                 factor = self.score_factor(args, seq, kv_head_of(head, half))

@@ -42,6 +42,10 @@ UNSET = -1
 """The bits of a word of the workspace that holds nothing: a NaN, but not the one that arithmetic makes, 0x7fffffff."""
 
 
+def log2(power_of_two: int) -> int:
+    return power_of_two.bit_length() - 1
+
+
 def takes_wgmma(variant: Variant) -> bool:
     """Whether the kernel is a wide one: Hopper, 32 or 64 q rows of 128 elements, 8-bit formats, nothing tuned by hand.
 
@@ -271,13 +275,9 @@ class Geometry:
 
     @property
     def exchange_stride(self) -> int:
-        """fp32 words per row of the exchange buffer: 18 words per 16 elements and an odd multiple of 4 keep the
-        two-word writes of a half warp in different banks. A wide kernel's elements are in order: four of them and such
-        a multiple do that for four-word writes."""
-        if self.wide:
-            return self.head_size + 4
-        words = self.m_tiles * 18
-        return words + (4 - words) % 16
+        """fp32 words per row of the exchange buffer: an odd multiple of 4, so that the two-word writes of a half warp
+        (see ``exchange_place``), and the four-word writes of a wide kernel, are in different banks."""
+        return self.head_size + 4
 
     @property
     def late_stages(self) -> int:

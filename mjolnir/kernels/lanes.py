@@ -54,3 +54,15 @@ def v_loads(v: Operand, token: Any, g: Any) -> list[Load]:
     run = v.panel_bytes // 8  # 12, 6 or 4 bytes: the words that hold them
     first = g * run if run % 4 == 0 else (g * run >> 2) << 2
     return [(first + 4 * j, 4) for j in range(-(-run // 4))]
+
+
+def exchange_place(v: Operand, tile: Any, g: Any) -> Any:
+    """Where in a row of the exchange buffer, in words, lane g's two elements of m16 tile ``tile`` of O^T lie: 16 words
+    a tile, swizzled so that threads that stand on neighbouring elements, four each, read from different banks."""
+    return (tile * 16 + 2 * g) ^ ((tile >> 1) * (1024 // v.panel_elems) & 31)
+
+
+def q_place(row: Any, chunk: Any, run: int) -> Any:
+    """Where in its row a chunk of 8 elements of Q lies in shared memory, in chunks: lanes that read their quarters, of
+    ``run`` elements, read from different banks."""
+    return chunk ^ ((chunk >> 3) & 3) ^ ((row & 1) * (run // 16))

@@ -378,6 +378,11 @@ def lg2(x: Any) -> Any:
     return asm("f", "lg2.approx.f32 $0, $1;", [x], "f")
 
 
+def floor_log2(x: Any) -> Any:
+    """Of a positive integer."""
+    return asm("r", "bfind.u32 $0, $1;", [x], "r")
+
+
 def float_as_int(x: Any) -> Any:
     return asm("r", "mov.b32 $0, $1;", [x], "f")
 

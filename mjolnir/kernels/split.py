@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.epilogue import Epilogue
-from mjolnir.kernels.geometry import WARP
+from mjolnir.kernels.geometry import WARP, log2
 from mjolnir.kernels.partials import Partials, add_parts, empty_sum
 from mjolnir.kernels.softmax import NEG_INF
 from mjolnir.kernels.work import Mailbox
@@ -111,9 +111,9 @@ class SplitMerge(Epilogue):
             self.finish_rows(self.first_row, self.row_step)
         else:
             units = self.live_rows * (self.geo.head_size // 4)
-            log2_size = Int32(0)
-            while cutlass.min(splits, MOST_PARTS) << log2_size < units:
-                log2_size += 1
+            # Units and parts, rounded to powers of two: up and down.
+            log2_size = ptx.floor_log2(units - 1) + 1 - ptx.floor_log2(cutlass.min(splits, MOST_PARTS))
+            log2_size = cutlass.max(log2_size, Int32(0))
             parts = Parts(units, log2_size, (units + (1 << log2_size) - 1) >> log2_size, begin_row, splits)
             part = splits - 1 - split
             has_part = part < parts.count
@@ -154,8 +154,8 @@ class SplitMerge(Epilogue):
     def merge_part(self, part, parts):
         """Threads stand on (some splits, unit); those of a unit then add up their sums."""
         most = 1 << (self.geo.consumer_warps * WARP).bit_length() - 1
-        log2_row = (self.geo.head_size // 4).bit_length() - 1
-        log2_width = cutlass.min(parts.log2_size, Int32(most.bit_length() - 1))
+        log2_row = log2(self.geo.head_size // 4)
+        log2_width = cutlass.min(parts.log2_size, Int32(log2(most)))
         width = Int32(1) << log2_width
         share, shares = self.thread >> log2_width, self.threads >> log2_width
         for first in cutlass.range(0, 1 << parts.log2_size, width, unroll=1):
@@ -164,7 +164,7 @@ class SplitMerge(Epilogue):
             live = unit < parts.units
             unit = unit if live else Int32(0)
             row, element = self.row_at(unit >> log2_row), (unit & (1 << log2_row) - 1) * 4
-            column = self.column(element)
+            spot = self.spot(row, self.column(element))
             mult = ptx.lds_f32(self.mult + row * 4)
             state = empty_sum()
             self.add_splits(state, live and share < shares, share, shares, row, element, mult, parts)
@@ -172,7 +172,7 @@ class SplitMerge(Epilogue):
             while step < WARP:
                 self.add_lane(state, step, mult)
                 step = step * 2
-            log2_sums = cutlass.max(log2_width, Int32(WARP.bit_length() - 1))
+            log2_sums = cutlass.max(log2_width, Int32(log2(WARP)))
             sums = self.threads >> log2_sums
             at = self.first_half + self.exchange + place * 32
             self.sync()
@@ -192,7 +192,7 @@ class SplitMerge(Epilogue):
                         ls.append(l)
                         values.append(ptx.lds_f32x4(that + 16))
                     add_parts(state, ms, ls, values, mult)
-                self.finish_row(row, state, mult, column)
+                self.finish_row(spot, state, mult)
 
     @cute.jit
     def add_lane(self, state, step, mult):
@@ -278,7 +278,7 @@ class SplitMerge(Epilogue):
                     places = [slot_of(slots, i) for i in parts]
                     self.partials.add(state, places, [i < slots.parts for i in parts], row, self.element, mult, True)
             if target < 0:
-                self.finish_row(row, state, mult, column)
+                self.finish_row(self.spot(row, column), state, mult)
             else:
                 self.partials.store(target, row, self.element, state, Float32(0.0))
         self.sync()

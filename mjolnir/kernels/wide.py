@@ -84,7 +84,8 @@ class WideConsumer(Consumer):
             live = is_live(geo, args, head, row)
             source = row if live else Int32(0)
             own = self.own_quarter(t)
-            values = self.math.load_q_row(self.q_address(args, seq, head, source), own)
+            staging = smem + geo.exchange_offset + warp * geo.exchange_warp_bytes
+            values = self.math.load_q_rows(self.q_address(args, seq, head, source), staging, own, lane)
             if args.q_mul != 0:
                 _, q_head = token_and_head(geo, args, head, source)
                 self.math.scale_q_row(values, args.q_mul + Int64(q_head * self.variant.head_size) * 4, own)
