@@ -37,6 +37,9 @@ MANY_ITEMS = {"heads": 128, "panels": 256}
 """Items, a sequence's KV head each, from which heads are joined: with fewer, all of them are needed to divide. 16 x 8K
 on 8 heads took 63.4 us alone and 64.9 as panels, 64 x 8K 248 and 242; d 64, 1 x 8K 7.1 alone and 8.5 as one row."""
 
+NARROW_ITEMS = 128
+"""The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207."""
+
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function of as many tensors that says whether they have the dtypes, devices, shapes and strides of these: one
@@ -100,7 +103,9 @@ class RunnerShape:
         else:
             # 16 rows of a head take its warps longer than memory does: 96/8, 64 x 8K took 260 us alone and 283 so.
             joined, fits = "panels", rows <= PANEL_ROWS and all(size <= PANEL_BYTES for size in row_bytes)
-        return joined if fits and self.max_num_seqs * self.num_kv_heads >= MANY_ITEMS[joined] else ""
+        low_bit = any(fmt.bits < 8 for fmt in formats)
+        many = NARROW_ITEMS if joined == "panels" and low_bit else MANY_ITEMS[joined]
+        return joined if fits and self.max_num_seqs * self.num_kv_heads >= many else ""
 
 
 @dataclasses.dataclass(frozen=True)

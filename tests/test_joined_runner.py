@@ -70,9 +70,11 @@ def test_what_is_joined() -> None:
     assert joined(64, kv_layout="HND", kv_format="fp8", v_format="nvfp4") == ""
 
 
-@pytest.mark.parametrize(("head_size", "items"), [(64, 128), (128, 256)])
-def test_heads_are_joined_where_they_are_many(head_size: int, items: int) -> None:
-    problem = make_problem(FEW, heads=8, kv_heads=2, head_size=head_size, pool="separate")
+@pytest.mark.parametrize(
+    ("kv_format", "head_size", "items"), [("fp8", 64, 128), ("fp8", 128, 256), ("e2m3", 128, 128), ("nvfp4", 64, 128)]
+)
+def test_heads_are_joined_where_they_are_many(kv_format: str, head_size: int, items: int) -> None:
+    problem = make_problem(FEW, heads=8, kv_heads=2, head_size=head_size, kv_format=kv_format, pool="separate")
     for seqs, expected in ((items // 2, True), (items // 2 - 1, False)):
         runner = make_runner(problem, kv_layout="NHD", max_num_seqs=seqs)
         assert bool(variant_of(runner, problem, {}).joined) is expected
