@@ -46,8 +46,8 @@ MIN_SHARE = 4 + PIECE_COST
 """Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
 
 ARRIVE, WAIT, PAIRED = range(3)
-"""How splits are merged: by whoever is done last; or, where each CTA has one row of one piece, by the last row, which
-waits for the others; or likewise with two rows as one split."""
+"""How splits are merged: by whoever is done last; or, where each CTA has one row of one piece, by all rows together,
+which wait for each other; or likewise with two rows as one split."""
 
 SINGLE_TILES, SHORT_TILES = 32, (2, 4)
 """Where the work is too little for all CTAs, latency decides. An item of up to SINGLE_TILES is cut into 8 rows at most,

@@ -1,18 +1,20 @@
 """The end of a piece that may be one of many splits of an item.
 
-Split i of an item that row b of the plan begins is the first piece of row b + i, and its partial result lies in slot
-2 (b + i); split 0 is the last piece of row b, and lies in slot 2 b + 1. In a paired plan the same holds of every second
-row. The order of a sum never depends on who is done first. Who merges follows from the plan's mode.
+Partial results lie in slots, two for each row of the plan. The order of a sum never depends on who is done first. Who
+merges follows from the plan's mode.
+
+WAIT, PAIRED: every row, or pair, is one split and has no other piece, and all run at once. Its slot is the first of its
+first row. All of an item's rows merge: each a part of the result, of all splits, which it waits for. That takes one way
+through L2. Rows that wait for each other must all have begun, else two kernels that each have half of the GPU would
+wait for ever. The producer looks; where it could not see it, which only other work on the GPU can bring about, a row
+notes in its partial result that it does not wait, and the item's last row merges its part too: that row waits for lower
+ones only, whose CTAs a GPU starts first.
 
 ARRIVE: rows count themselves at the end of a piece, and whichever is last merges, at the price of a fence and an
-atomic. Many splits are merged in two steps: by teams of neighbours, then the teams' results. A team leaves its result
-in a slot that nobody else uses: the second one of a row that lies wholly inside the item.
-
-WAIT, PAIRED: every row is one split and has no other piece, and all run at once. So all of an item's rows merge: each a
-part of the result, of all splits, which it waits for. That takes one way through L2. Rows that wait for each other must
-all have begun, else two kernels that each have half of the GPU would wait for ever. The producer looks; where it could
-not see it, which only other work on the GPU can bring about, a row notes in its partial result that it does not wait,
-and the item's last row merges its part too: that row waits for lower ones only, whose CTAs a GPU starts first.
+atomic. Split i of an item that row b begins is the first piece of row b + i, and lies in its first slot; split 0 is the
+last piece of row b, and lies in its second. Many splits are merged in two steps: by teams of neighbours, then the
+teams' results. A team leaves its result in a slot that nobody else uses: the second of a row that lies wholly inside
+the item.
 """
 
 from __future__ import annotations
