@@ -251,7 +251,7 @@ PTX = SimpleNamespace(
     lds_f32=lambda address: MULT,
     lds_f32x2=lambda address: address.load(2),
     lds_f32x4=lambda address: address.load(4),
-    lds_b32=lambda address: address.load(1)[0],
+    lds_b32=lambda address: (address.load(1)[0] + 2**31) % 2**32 - 2**31,
     sts_b32=lambda address, value: address.store(value),
     sts_f32x2=lambda address, x, y: address.store(x, y),
     sts_f32x4=lambda address, values: address.store(*values),
@@ -510,6 +510,23 @@ def test_items_of_just_so_many_splits_with_rows_of_their_own(splits, mode):
     lens = [len(plan) * PLAN_TILE] * 3
     for seed in range(3):
         check_merge(plan, lens, 1, random.Random(seed), launches=2 if splits < 100 else 1)
+
+
+@pytest.mark.parametrize("mode", [WAIT, PAIRED])
+def test_as_many_parts_as_there_may_be_are_passed_on(mode, monkeypatch):
+    monkeypatch.setitem(globals(), "ROWS", 32)
+    monkeypatch.setitem(globals(), "LIVE_ROWS", 32)
+    monkeypatch.setattr(Merge, "live_rows", 32)
+    monkeypatch.setattr(Partials.geo, "partial_floats", 32 * HEAD_SIZE * 2)
+    monkeypatch.setattr(Merge, "all_have_begun", lambda self: iter_return(0))
+    plan = cut_by_item([33 * (1 + (mode == PAIRED))], mode)
+    assert 32 * HEAD_SIZE // 4 >= 2 * MOST_PARTS
+    check_merge(plan, [len(plan) * PLAN_TILE], 1, random.Random(0), launches=1)
+
+
+def iter_return(value):
+    yield
+    return value
 
 
 @given(

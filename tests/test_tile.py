@@ -220,7 +220,7 @@ def test_rows_of_q_reach_their_lanes(monkeypatch: pytest.MonkeyPatch, name: str,
     lds128 = warp.lds128
     monkeypatch.setattr(ptx, "lds128", lambda addr: reads.append(phases(addr, 16)) or lds128(addr))
     values = math.load_q_rows(G * stride, 0, t, LANE)
-    assert set(reads) == {(4, 4)}
+    assert set(reads) == (set() if name == "bf16" else {(4, 4)})
     runs, run = math.lane_runs(t)
     for at, element in runs:
         for i in range(run):

@@ -146,9 +146,12 @@ class Geometry:
             raise ValueError(f"stages = {stages}: expected a multiple of the {kv_groups} kv groups")
         if stages > 32:
             raise ValueError(f"stages = {stages}: expected at most 32, one bit of a register each")
-        if kv_groups * row_groups * WARP < d // 4:
-            # The epilogue's threads stand four elements apart on a row: all of it at once.
-            raise ValueError(f"stages = {stages}: a head size of {d} takes {d // 4 // WARP} consumer warps or more")
+        if kv_groups * row_groups * WARP % (d // 4):
+            # The epilogue's threads stand four elements apart, on whole rows.
+            raise ValueError(
+                f"stages = {stages}: a head size of {d} takes a multiple of {d // 4 // WARP} consumer warps, "
+                f"got {kv_groups * row_groups}"
+            )
         return cls(
             heads_per_item=heads_per_item,
             head_size=d,

@@ -122,7 +122,7 @@ class SplitMerge(Epilogue):
             if self.is_first:
                 ptx.sts_b32(self.first_half + self.flag, Int32(0))
             self.sync()
-            note = Int32(0) if waits or not has_part else Int32(1) << part
+            note = Int32(0) if waits or not has_part else Int32(1) << part - 1
             self.store_rows(2 * (begin_row + split * self.halves), ptx.int_as_float(note))
             if waits:
                 going = Int32(1)
@@ -130,12 +130,12 @@ class SplitMerge(Epilogue):
                     self.merge_part(part, parts)
                     going = Int32(0)
                     if split == splits - 1:
-                        # Parts of rows that do not wait.
+                        # Parts of rows that do not wait, bit k is part k + 1: the sign bit stays clear.
                         left = ptx.lds_b32(self.first_half + self.flag) >> part
-                        while going == 0 and left > 1:
+                        while going == 0 and left != 0:
+                            going = left & 1
                             left = left >> 1
                             part += 1
-                            going = left & 1
 
     def all_have_begun(self) -> Any:
         """Whether all of the plan's rows have: each half has one, and then hears that from its producer."""

@@ -41,25 +41,32 @@ class TileMath:
         """Eight rows of Q, row g at its lanes' ``addr``: this lane's quarter of its row as fp32 (d / 4 registers).
 
         By way of shared memory, 8 × d × 2 bytes of the warp's own at ``staging``: straight from global memory a load
-        would touch 16 lines, for which all warps of an SM queue."""
-        chunks = self.variant.head_size // 8
-        loads = []
-        for first in range(0, 8 * chunks, WARP):
-            row, chunk = (first + lane) // chunks, (first + lane) % chunks
-            loads.append((row, chunk, ptx.ldg128(cute.arch.shuffle_sync(addr, row * 4) + Int64(chunk * 16))))
+        touches 16 lines, for which all warps of an SM queue. 16-bit formats do that, whose kernels of d = 256 would
+        spill otherwise."""
+        chunks, staged = self.variant.head_size // 8, self.geo.k.bits < 16
         runs, run = self.lane_runs(t)
-        for row, chunk, words in loads:
-            ptx.sts128(staging + (row * chunks + q_place(row, chunk, run)) * 16, words)
-        cute.arch.sync_warp()
+        if staged:
+            loads = []
+            for first in range(0, 8 * chunks, WARP):
+                row, chunk = (first + lane) // chunks, (first + lane) % chunks
+                loads.append((row, chunk, ptx.ldg128(cute.arch.shuffle_sync(addr, row * 4) + Int64(chunk * 16))))
+            for row, chunk, words in loads:
+                ptx.sts128(staging + (row * chunks + q_place(row, chunk, run)) * 16, words)
+            cute.arch.sync_warp()
         unpack = ptx.unpack_bf16x2 if self.variant.q_dtype == "bf16" else ptx.unpack_f16x2
         values = cute.make_rmem_tensor((self.geo.head_size // 4,), Float32)
         row = lane // 4
         for at, element in runs:
             for i in range(0, run, 8):
-                place = row * chunks + q_place(row, element // 8 + i // 8, run)
-                for j, word in enumerate(ptx.lds128(staging + place * 16)):
+                if staged:
+                    place = row * chunks + q_place(row, element // 8 + i // 8, run)
+                    words = ptx.lds128(staging + place * 16)
+                else:
+                    words = ptx.ldg128(addr + Int64(element + i) * 2)
+                for j, word in enumerate(words):
                     values[at + i + 2 * j], values[at + i + 2 * j + 1] = unpack(word)
-        cute.arch.sync_warp()
+        if staged:
+            cute.arch.sync_warp()
         return values
 
     def scale_q_row(self, values: Any, addr: Any, t: Any) -> None:
