@@ -31,6 +31,13 @@ from mjolnir.variant import HEAD_SIZES, Variant
 JOINED = [("fp8", "fp8", 64), ("fp8", "fp8_e5m2", 64), ("nvfp4", "nvfp4", 128)]
 """Formats and head sizes with rows of 64 bytes, which the TMA can read two at a time."""
 
+SIDE_BY_SIDE = [
+    *((name, name, head_size) for name in ("e2m3", "nvfp4") for head_size in (64, 128)),
+    ("fp8", "nvfp4", 128),
+    ("e2m3", "fp8", 128),
+]
+"""Formats and head sizes of which rows of two heads lie beside each other."""
+
 PAIRS = [*((name, name) for name in FORMATS), ("fp8", "nvfp4"), ("e2m3", "fp8"), ("nvfp4", "e2m3"), ("bf16", "e2m3")]
 
 
@@ -49,36 +56,45 @@ def random_rows(fmt: KvFormat, tokens: int, head_size: int, gen: torch.Generator
 
 
 def lay_out(smem: Any, base: int, op: Operand, rows: Any, joined: str = "") -> None:
-    """A tile as the TMA writes it: panel by panel, 16-byte chunks moved by the swizzle of their address."""
+    """A tile as the TMA writes it: panel by panel, 16-byte chunks moved by the swizzle of their address. ``rows``: of
+    two heads if they are paired, one after the other."""
     tokens = len(rows)
     swizzle = 128 if joined else op.swizzle
-    for panel, token, byte in itertools.product(range(op.panels), range(tokens), range(op.panel_bytes)):
-        at = base + (panel * tokens + token) * op.panel_bytes + byte
+    for panel, token, byte in itertools.product(range(op.panels), range(tokens), range(op.stride)):
+        at = base + (panel * tokens + token) * op.stride + byte
         if swizzle == 128:
             at ^= (at >> 7 & 7) << 4
         elif swizzle == 64:
             at ^= (at >> 7 & 3) << 4
-        smem[at] = rows[token, panel * op.panel_bytes + byte]
+        smem[at] = rows[token, panel * op.stride + byte]
 
 
 @pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize(
     ("k_name", "v_name", "head_size", "joined"),
-    [*((*pair, head_size, "") for pair in PAIRS for head_size in HEAD_SIZES), *((*j, "tokens") for j in JOINED)],
-)
+    [*((*pair, head_size, "") for pair in PAIRS for head_size in HEAD_SIZES), *((*j, "tokens") for j in JOINED),
+     *((*j, f"panels{side}") for j in SIDE_BY_SIDE for side in range(2))],
+)  # fmt: skip
 def test_scores_and_output(
     monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, joined: str, rows: int
 ) -> None:
     v_format = "" if v_name == k_name else v_name
+    side = int(joined[-1]) if joined.startswith("panels") else 0
+    joined = joined.rstrip("01")
+    if joined == "panels" and rows == 8:
+        pytest.skip("two heads have 16 rows")
     variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, joined=joined)
     geo = Geometry.of(variant)
     gen = torch.Generator().manual_seed(head_size + rows)
     k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)
     v_codes, v_blocks, v = random_rows(get_format(v_name), geo.tile, head_size, gen)
     warp = Warp(geo.smem_bytes)
-    k_tile, v_tile = 0, geo.tile * geo.k.row_bytes
-    lay_out(warp.smem, k_tile, geo.k, k_codes, joined)
-    lay_out(warp.smem, v_tile, geo.v, v_codes, joined)
+    k_tile, v_tile = 0, geo.tile * geo.k.row_bytes * geo.sides
+    for at, op, codes in ((k_tile, geo.k, k_codes), (v_tile, geo.v, v_codes)):
+        if op.paired:
+            other = torch.randint(256, codes.shape, dtype=torch.uint8, generator=gen).numpy()
+            codes = np.concatenate([other, codes] if side else [codes, other], axis=1)
+        lay_out(warp.smem, at, op, codes, joined if joined == "tokens" else "")
     k_scales = geo.scales_offset
     v_scales = k_scales + geo.tile * geo.k.scale_bytes
     for at, blocks in ((k_scales, k_blocks), (v_scales, v_blocks)):
@@ -101,7 +117,7 @@ def test_scores_and_output(
                 values[at + i] = query[n * 8 + G, element + i]
         unscale.append(math.store_q_row(frags + n * geo.q_frag_bytes, values, 1.0))
 
-    scores = math.scores(k_tile, k_scales, frags, G, T)
+    scores = math.scores(k_tile, k_scales, frags, G, T, side)
     expected = k @ query.T
     tokens = [8 * i + math.tokens_of(G)[i % 2] for i in range(geo.tile // 8)]
     assert sorted(np.concatenate(tokens).tolist()) == sorted([*range(geo.tile)] * 4)
@@ -115,7 +131,7 @@ def test_scores_and_output(
         for n in range(geo.row_tiles)
     ]
     acc = [np.zeros(32) for _ in range(geo.row_tiles * geo.m_tiles * 4)]
-    math.accumulate(v_tile, v_scales, held, acc, G, T)
+    math.accumulate(v_tile, v_scales, held, acc, G, T, side)
     output = weights.T @ v
     run = geo.v.panel_elems // 8
     for n, i, h, e in itertools.product(range(geo.row_tiles), range(geo.m_tiles), range(2), range(2)):
@@ -136,21 +152,28 @@ def phases(addresses: Any, width: int) -> tuple[int, int]:
     return cycles, 32 // lanes
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize(("k_name", "v_name"), PAIRS)
-def test_loads_have_no_bank_conflicts(k_name: str, v_name: str, head_size: int) -> None:
-    k, v = (Operand.of(get_format(name), head_size) for name in (k_name, v_name))
-    token = token_of(v, G)
-    for unit in k_loads(k, token, T):
-        for offset, width in unit:
-            assert phases(token * k.panel_bytes + offset, width) == (32 * width // 128,) * 2
-    # Six bytes of a 48-byte row are read as two words, of which lanes share some and collide on others.
-    most = 2 if v.panel_bytes == 48 else 1
-    for odd in range(2):
-        token = token_of(v, 2 * T + odd)
-        for offset, width in v_loads(v, token, G):
-            cycles, fewest = phases(token * v.panel_bytes + offset, width)
-            assert cycles <= most * fewest
+@pytest.mark.parametrize(
+    ("k_name", "v_name", "head_size", "sides"),
+    [*((*pair, head_size, 1) for pair in PAIRS for head_size in HEAD_SIZES), *((*pair, 2) for pair in SIDE_BY_SIDE)],
+)
+def test_loads_have_no_bank_conflicts(k_name: str, v_name: str, head_size: int, sides: int) -> None:
+    k, v = (Operand.of(get_format(name), head_size, sides) for name in (k_name, v_name))
+    for side in range(sides):
+        token = token_of(v, G)
+        for unit in k_loads(k, token, T, side):
+            for offset, width in unit:
+                cycles, fewest = phases(token * k.stride + offset, width)
+                # Two rows of 96 bytes are 192, of 48 are 96: two tokens in four start in the same bank.
+                assert (
+                    fewest == 32 * width // 128 and cycles <= (2 if k.stride in (96, 192) and k.paired else 1) * fewest
+                )
+        # Six bytes of a 48-byte row are read as two words, of which lanes share some and collide on others.
+        most = 2 if v.panel_bytes == 48 or v.stride == 192 else 1
+        for odd in range(2):
+            token = token_of(v, 2 * T + odd)
+            for offset, width in v_loads(v, token, G, side):
+                cycles, fewest = phases(token * v.stride + offset, width)
+                assert cycles <= most * fewest
 
 
 @pytest.mark.parametrize(("k_name", "v_name", "head_size"), JOINED)
@@ -169,8 +192,9 @@ def test_joined_tokens_lie_where_those_of_64_byte_rows_do(k_name: str, v_name: s
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_rows_of_s_are_a_permutation_of_each_eight_tokens(name: str, head_size: int) -> None:
-    v = Operand.of(get_format(name), head_size)
+@pytest.mark.parametrize("sides", [1, 2])
+def test_rows_of_s_are_a_permutation_of_each_eight_tokens(name: str, head_size: int, sides: int) -> None:
+    v = Operand.of(get_format(name), head_size, sides)
     assert sorted(token_of(v, row) for row in range(8)) == list(range(8))
 
 

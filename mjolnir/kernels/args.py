@@ -58,6 +58,8 @@ class DecodeArgs(NamedTuple):
     softmax_scale: Float32
     k_blocks: BlockScales
     v_blocks: BlockScales
+    k_token_rows: Int32  # of the tensor map, per 16 tokens; v_token_rows likewise
+    v_token_rows: Int32
     num_pages: Int32
     real_kv_heads: Any = None  # Int32 where heads are joined
 

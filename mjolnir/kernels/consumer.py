@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import DecodeArgs
-from mjolnir.kernels.geometry import Geometry
+from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.heads import half_of, is_live, kv_head_of, token_and_head
 from mjolnir.kernels.lanes import position_of
 from mjolnir.kernels.softmax import NEG_INF, OnlineSoftmax
@@ -98,14 +98,18 @@ class Consumer:
                 if held != 0:
                     self.release(held, lane)
             token0 = begin + tile * geo.tile
-            k_tile = smem + mine * geo.stage_bytes + side * (geo.tile * geo.k.row_bytes)
-            v_tile = smem + mine * geo.stage_bytes + geo.v_in_stage + side * (geo.tile * geo.v.row_bytes)
+            k_tile = smem + mine * geo.stage_bytes
+            v_tile = k_tile + geo.v_in_stage
+            if cutlass.const_expr(not geo.k.paired):
+                k_tile = k_tile + side * (geo.tile * geo.k.row_bytes)
+            if cutlass.const_expr(not geo.v.paired):
+                v_tile = v_tile + side * (geo.tile * geo.v.row_bytes)
             scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
             k_scales = scales + side * (geo.tile * geo.k.scale_bytes)
             v_scales = scales + geo.v_in_scales + side * (geo.tile * geo.v.scale_bytes)
             ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
             filled = filled ^ (Int32(1) << mine)
-            scores = self.math.scores(k_tile, k_scales, q_frags, g, t)
+            scores = self.math.scores(k_tile, k_scales, q_frags, g, t, side)
             if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
                 self.clear_rows(v_tile, v_scales, end - token0, lane)
                 for c in cutlass.range_constexpr(2 * geo.row_tiles):
@@ -116,7 +120,7 @@ class Consumer:
                         s = scores[c // 2][2 * i + c % 2]
                         scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
             self.softmax.update(state, scores, mult)
-            self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t)
+            self.math.accumulate(v_tile, v_scales, scores, state.acc, g, t, side)
             held = smem + geo.empty_offset + 8 * mine
             if cutlass.const_expr(geo.scale_stage_bytes == 0):
                 self.release(held, lane)
@@ -225,8 +229,9 @@ class Consumer:
         for token in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
             row = position_of(geo.joined, token)
             for panel in cutlass.range_constexpr(geo.v.panels):
-                if lane * 4 < geo.v.panel_bytes:
-                    ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.v.panel_bytes + lane * 4, Int32(0))
+                for byte in cutlass.range_constexpr(0, geo.v.stride, 4 * WARP):
+                    if lane * 4 < geo.v.stride - byte:
+                        ptx.sts_b32(v_tile + (panel * geo.tile + row) * geo.v.stride + byte + lane * 4, Int32(0))
             if cutlass.const_expr(geo.v.scale_bytes > 0):
                 if lane * 4 < geo.v.scale_bytes:
                     ptx.sts_b32(v_scales + row * geo.v.scale_bytes + lane * 4, Int32(0))

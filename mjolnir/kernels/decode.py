@@ -76,25 +76,35 @@ class DecodeKernel:
         page = Int32(1) << Int32(fixed.log2_page)
         num_pages, num_kv_heads, group = Int32(fixed.num_pages), Int32(fixed.num_kv_heads), Int32(fixed.group)
         box_rows = cutlass.min(page, Int32(geo.tile))
-        maps = []
+        maps, token_rows = [], []
         for operand, base, token, head, page_stride in (
             (geo.k, k, fixed.k_token_stride, fixed.k_head_stride, fixed.k_page_stride),
             (geo.v, v, fixed.v_token_stride, fixed.v_head_stride, fixed.v_page_stride),
         ):
             # A page that holds a whole tile gives all its panels in one box; smaller ones land panel by panel.
-            box_panels = Int32(geo.sides * operand.panels) if page >= geo.tile else Int32(1)
+            box_panels = Int32(geo.panels(operand)) if page >= geo.tile else Int32(1)
             dims = [operand.panel_bytes, page, operand.panels, num_kv_heads, num_pages]
             strides = [token, Int64(operand.panel_bytes // 16), head, page_stride]
             box = [operand.panel_bytes, box_rows, box_panels, 1, 1]
-            swizzle = operand.swizzle
+            swizzle, rows = operand.swizzle, Int32(16)
+            if cutlass.const_expr(operand.flat_rows > 0 and geo.sides == 1):
+                # Rows one after the other are read as rows of 256 bytes: each line of memory is asked for once.
+                flat = token * 16 == operand.row_bytes
+                rows = Int32(operand.flat_rows) if flat else rows
+                width = Int32(256) if flat else Int32(operand.row_bytes)
+                dims[:2], box[:2] = [width, page // 16 * rows], [width, box_rows // 16 * rows]
+                strides[0] = Int64(16) if flat else token
             if cutlass.const_expr(geo.joined == "tokens"):
                 dims[:2], strides[0], box[:2] = [128, page // 2], token * 2, [128, box_rows // 2]
                 swizzle = 128
             if cutlass.const_expr(geo.joined == "heads"):
                 # All heads in one dimension, which ends with the last one: past it are zeros, not the next token.
                 dims[0], dims[3] = num_kv_heads * (operand.panel_bytes // 2), Int32(1)
-            if cutlass.const_expr(geo.joined == "panels"):
+            if cutlass.const_expr(geo.joined == "panels" and operand.paired):
+                dims[0], dims[3], box[0] = num_kv_heads * operand.row_bytes, Int32(1), operand.stride
+            elif cutlass.const_expr(geo.joined == "panels"):
                 dims[2], dims[3], strides[1] = num_kv_heads, Int32(1), head
+            token_rows.append(rows)
             maps.append(
                 cuda.create_tensor_map_tiled(
                     global_address=base,
@@ -151,6 +161,7 @@ class DecodeKernel:
             BlockScales(
                 v_block_scale, fixed.v_block_token_stride, fixed.v_block_head_stride, fixed.v_block_page_stride
             ),
+            *token_rows,
             num_pages,
             real_kv_heads,
         )

@@ -109,7 +109,7 @@ class Geometry:
         heads_per_item = 2 if variant.joined in ("heads", "panels") else 1
         sides = 2 if variant.joined == "panels" else 1
         d, rows = variant.head_size * heads_per_item // sides, variant.rows
-        k, v = (Operand.of(fmt, d) for fmt in get_formats(variant.kv_format, variant.v_format or None))
+        k, v = (Operand.of(fmt, d, sides) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         token_bytes = sides * (k.row_bytes + v.row_bytes)
         # 16 rows share the unpacking of a tile, which is what formats of 8 bits and less cost; the accumulator then
         # takes rows_per_warp * d / 32 registers a lane, 64 at d = 128.
@@ -229,6 +229,10 @@ class Geometry:
     def sides(self) -> int:
         """KV heads whose tiles a stage holds, each for a row group of its own."""
         return 2 if self.joined == "panels" else 1
+
+    def panels(self, operand: Operand) -> int:
+        """Of a tile of K or of V: boxes for each page that is smaller than a tile."""
+        return operand.panels if operand.paired else self.sides * operand.panels
 
     @property
     def joined_heads(self) -> bool:

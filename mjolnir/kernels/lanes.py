@@ -16,9 +16,13 @@ Load = tuple[Any, int]
 
 
 def token_of(v: Operand, row: Any) -> Any:
-    """The token, of a block of 8, that row ``row`` of S holds. Panels of 128 bytes keep the order; narrower ones swap
-    some neighbours, so that the rows of V that four lanes read at once lie in different banks."""
-    return row if v.panel_bytes == 128 else row ^ (((row >> 1) ^ (row >> 2)) & 1)
+    """The token, of a block of 8, that row ``row`` of S holds. Rows of 128 bytes of one head keep the order; others
+    change it, so that the rows that lanes read at once, four of V and up to eight of K, lie in different banks."""
+    if v.paired and v.stride == 128:
+        return row ^ ((row & 1) << 2)
+    if v.paired and v.stride == 64:
+        return ((row >> 1) & 1) | ((row >> 2) << 1) | (((row ^ (row >> 2)) & 1) << 2)
+    return row if v.stride == 128 else row ^ (((row >> 1) ^ (row >> 2)) & 1)
 
 
 def position_of(joined: str, token: Any) -> Any:
@@ -30,30 +34,33 @@ def position_of(joined: str, token: Any) -> Any:
     return token ^ ((token >> 3) & 1) if joined == "tokens" else token
 
 
-def k_loads(k: Operand, token: Any, t: Any) -> list[list[Load]]:
-    """Lane t's loads from the panel row of ``token`` (of a block of 8), as offsets in the row; one list per unit of
-    ``Unpack.k_pairs``."""
+def k_loads(k: Operand, token: Any, t: Any, side: Any = 0) -> list[list[Load]]:
+    """Lane t's loads from the row of ``token`` (of a block of 8), as offsets in the row; one list per unit of
+    ``Unpack.k_pairs``. ``side``: of two heads whose rows are one, which."""
     run = k.panel_bytes // 4
     width = next(size for size in (16, 8, 4) if run % size == 0)
     count = run // width
-    if k.swizzle:
-        swizzle = token if k.swizzle == 128 else (token >> 1) & 3
-        loads = [(((count * t + j) ^ swizzle) * 16, width) for j in range(count)]
-    else:
-        loads = [(t * run + j * width, width) for j in range(count)]
+    first = side * k.panel_bytes + t * run if k.paired else t * run
+    loads = [(_swizzled(k, token, first + j * width), width) for j in range(count)]
     per_unit = k.k_unit // width
     return [loads[i : i + per_unit] for i in range(0, count, per_unit)]
 
 
-def v_loads(v: Operand, token: Any, g: Any) -> list[Load]:
-    """Lane g's loads from the panel row of ``token``, as offsets in the row."""
-    if v.swizzle == 128:
-        return [((g ^ token) << 4, 16)]
-    if v.swizzle == 64:
-        return [((((g >> 1) ^ ((token >> 1) & 3)) << 4) + ((g & 1) << 3), 8)]
-    run = v.panel_bytes // 8  # 12, 6 or 4 bytes: the words that hold them
-    first = g * run if run % 4 == 0 else (g * run >> 2) << 2
-    return [(first + 4 * j, 4) for j in range(-(-run // 4))]
+def v_loads(v: Operand, token: Any, g: Any, side: Any = 0) -> list[Load]:
+    """Lane g's loads from the row of ``token``, as offsets in the row."""
+    run = v.panel_bytes // 8
+    first = side * v.panel_bytes + g * run if v.paired else g * run
+    if run in (16, 8, 4):
+        return [(_swizzled(v, token, first), run)]
+    # 12 or 6 bytes: the words that hold them.
+    return [((first >> 2 << 2) + 4 * j, 4) for j in range(-(-run // 4))]
+
+
+def _swizzled(operand: Operand, token: Any, byte: Any) -> Any:
+    """Where the byte that is meant to be at ``byte`` of a token's row lies: chunks of 16 bytes change places."""
+    if not operand.swizzle:
+        return byte
+    return byte ^ ((token if operand.swizzle == 128 else (token >> 1) & 3) << 4)
 
 
 def exchange_place(v: Operand, tile: Any, g: Any) -> Any:

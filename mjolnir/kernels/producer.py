@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +27,15 @@ from mjolnir.variant import Variant
 
 MOST_LOOKS = 32
 """At whether all rows of an item have begun, 0.6 us each; after that the row does not wait for the others."""
+
+
+class BoxPart(NamedTuple):
+    """What of a page the boxes of a lane hold, all in K or all in V."""
+
+    panel: Int32
+    stride: Int32
+    paired: Int32  # 1: rows of two heads beside each other
+    token_rows: Int32
 
 
 class Producer:
@@ -69,17 +78,21 @@ class Producer:
         box_rows = Int32(1) << log2_rows
         page_mask = (Int32(1) << args.log2_page) - 1
         is_v = lane & 1
-        panels = Int32(geo.sides * geo.k.panels)
-        if cutlass.const_expr(geo.v.panels != geo.k.panels):
-            panels = Int32(geo.sides * geo.v.panels) if is_v == 1 else panels
+        panels = Int32(geo.panels(geo.k))
+        if cutlass.const_expr(geo.panels(geo.v) != geo.panels(geo.k)):
+            panels = Int32(geo.panels(geo.v)) if is_v == 1 else panels
         panel_boxes = Int32(1) if box_rows == geo.tile else panels
         panel = (lane >> 1) % panel_boxes
         box_row = ((lane >> 1) // panel_boxes) << log2_rows  # in the tile; lanes past the tile stay idle
         desc = desc_v if is_v == 1 else desc_k
-        panel_bytes = Int32(geo.k.panel_bytes)
-        if cutlass.const_expr(geo.v.panel_bytes != geo.k.panel_bytes):
-            panel_bytes = Int32(geo.v.panel_bytes) if is_v == 1 else panel_bytes
-        box = smem + is_v * geo.v_in_stage + (panel * geo.tile + box_row) * panel_bytes
+        stride = Int32(geo.k.stride)
+        if cutlass.const_expr(geo.v.stride != geo.k.stride):
+            stride = Int32(geo.v.stride) if is_v == 1 else stride
+        box = smem + is_v * geo.v_in_stage + (panel * geo.tile + box_row) * stride
+        paired, token_rows = Int32(geo.k.paired), args.k_token_rows
+        if is_v == 1:
+            paired, token_rows = Int32(geo.v.paired), args.v_token_rows
+        part = BoxPart(panel, stride, paired, token_rows)
         grid = cute.arch.grid_dim()[0]
         alone, pair = cta + half * grid, cta * geo.halves + half
         guess_item, guess_tile, guess_len, guess_page = Int32(-1), Int32(0), Int32(0), Int32(0)
@@ -144,13 +157,13 @@ class Producer:
                         ptx.mbarrier_arrive_expect_tx(full, ((rows + box_rows - 1) & ~(box_rows - 1)) * geo.token_bytes)
                     cute.arch.sync_warp()
                     if box_row < rows:
-                        coords = self.coords(token & page_mask, panel, head, page)
+                        coords = self.coords(token & page_mask, head, page, part)
                         ptx.tma_load_5d(box + stage * geo.stage_bytes, desc, coords, full, args.l2_policy)
                     if args.l2_prefetch > 0:
                         if box_row < cutlass.min(left - args.l2_prefetch * geo.tile, Int32(geo.tile)):
                             ahead = token + args.l2_prefetch * geo.tile
                             far_page = ptx.ldg_b32(pages + Int64(ahead >> args.log2_page) * 4)
-                            coords = self.coords(ahead & page_mask, panel, head, far_page)
+                            coords = self.coords(ahead & page_mask, head, far_page, part)
                             ptx.tma_prefetch_5d(desc, coords, args.l2_policy)
                     page = next_page
                     token += geo.tile
@@ -174,13 +187,20 @@ class Producer:
             begun = cute.arch.shuffle_sync(begun, 0)
         self.mailbox.put(smem, lane, turn, Work(row, row, Int32(-1), row, row, row, row), begun)
 
-    def coords(self, token: Any, panel: Any, head: Any, page: Any) -> tuple[Any, ...]:
+    def coords(self, token: Any, head: Any, page: Any, part: BoxPart) -> tuple[Any, ...]:
         """Where a box begins that starts with a token of a page, by the tensor maps of decode.py."""
-        if self.geo.joined == "heads":
-            return head * self.geo.k.panel_bytes, token, Int32(0), Int32(0), page
-        if self.geo.joined == "panels":
-            return Int32(0), token, 2 * head + panel, Int32(0), page
-        return Int32(0), token >> 1 if self.geo.joined == "tokens" else token, panel, head, page
+        geo = self.geo
+        if geo.joined == "heads":
+            return head * geo.k.panel_bytes, token, Int32(0), Int32(0), page
+        if geo.joined == "panels":
+            byte, panel = part.paired * head * part.stride, (1 - part.paired) * (2 * head + part.panel)
+            return byte, token, panel, Int32(0), page
+        row = token
+        if geo.joined == "tokens":
+            row = token >> 1
+        elif geo.k.flat_rows + geo.v.flat_rows > 0:
+            row = (token >> 4) * part.token_rows
+        return Int32(0), row, part.panel, head, page
 
     @cute.jit
     def first_page(self, args, seq, token):

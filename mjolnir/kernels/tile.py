@@ -118,7 +118,7 @@ class TileMath:
         """That token: of the first 8, and of every second 8 from there on; of the others."""
         return [position_of(self.geo.joined, self.token_of(row) + first) - first for first in (0, 8)]
 
-    def scores(self, k_tile: Any, k_scales: Any, q_frags: Any, g: Any, t: Any):
+    def scores(self, k_tile: Any, k_scales: Any, q_frags: Any, g: Any, t: Any, side: Any = 0):
         """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[8 i + tokens_of(g)[i % 2]][q row 2 t + e]."""
         geo, k = self.geo, self.geo.k
         token = self.token_of(g)
@@ -126,16 +126,16 @@ class TileMath:
         steps_per_unit = k.k_unit * 8 // k.bits // 4
         word = 0
         for panel in range(k.panels):
-            for unit, loads in enumerate(k_loads(k, token, t)):
+            for unit, loads in enumerate(k_loads(k, token, t, side)):
                 q = [self.load_q_frags(q_frags, n, word, steps_per_unit) for n in range(geo.row_tiles)]
                 rows = [
-                    (k_tile + (panel * geo.tile + token) * k.panel_bytes + offset, width) for offset, width in loads
+                    (k_tile + (panel * geo.tile + token) * k.stride + offset, width) for offset, width in loads
                 ]
                 for block in range(geo.tile // 16):
                     halves = []
                     for half in range(2):
                         first = block * 16 + half * 8
-                        words = [w for row, width in rows for w in ptx.lds_words(row + first * k.panel_bytes, width)]
+                        words = [w for row, width in rows for w in ptx.lds_words(row + first * k.stride, width)]
                         scales = self.k_scales(k_scales + (first + token) * k.scale_bytes, unit, t)
                         halves.append(self.k_unpack.k_pairs(words, scales))
                     for k_step, ((a0, a2), (a1, a3)) in enumerate(zip(*halves, strict=True)):
@@ -167,22 +167,24 @@ class TileMath:
             terms.append([(words[2 * k], words[2 * k + 1]) for k in range(steps)])
         return list(zip(*terms, strict=True))
 
-    def accumulate(self, v_tile: Any, v_scales: Any, weights: Any, acc: Any, g: Any, t: Any) -> None:
+    def accumulate(
+        self, v_tile: Any, v_scales: Any, weights: Any, acc: Any, g: Any, t: Any, side: Any = 0
+    ) -> None:
         """O^T += V^T P^T for one tile. acc[(n * d/16 + i) * 4 + 2 h + e] is O[q row 2 t + e] of n8 tile n at the
         element 2 i + h of lane g's d / 8 elements, per panel its run of the row."""
         geo, v = self.geo, self.geo.v
         per_panel = geo.m_tiles // v.panels
         tokens = [self.token_of(2 * t + odd) for odd in range(2)]
         loads = [
-            [(token * v.panel_bytes + offset, width) for offset, width in v_loads(v, token, g)] for token in tokens
+            [(token * v.stride + offset, width) for offset, width in v_loads(v, token, g, side)] for token in tokens
         ]
         for block in range(geo.tile // 16):
             p_frags = [self.p_frags(weights[n][4 * block : 4 * block + 4]) for n in range(geo.row_tiles)]
             scales = [self.v_scales(v_scales, tokens, block * 16 + h * 8, g) for h in range(2)]
             for panel in range(v.panels):
-                base = v_tile + (panel * geo.tile + block * 16) * v.panel_bytes
+                base = v_tile + (panel * geo.tile + block * 16) * v.stride
                 rows = [
-                    [w for o, width in row for w in ptx.lds_words(base + o + h * 8 * v.panel_bytes, width)]
+                    [w for o, width in row for w in ptx.lds_words(base + o + h * 8 * v.stride, width)]
                     for h in range(2)
                     for row in loads
                 ]
