@@ -6,12 +6,14 @@ CTAs per SM, no PDL. Those compile when first used, or by their full name.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import itertools
 import re
 from collections.abc import Iterable
 
 from mjolnir.formats import FORMATS
+from mjolnir.kernels.geometry import takes_crowd
 from mjolnir.variant import HEAD_SIZES, PANEL_ROWS, ROW_CLASSES, Variant
 
 QUERIES = {
@@ -45,13 +47,13 @@ _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
     r"_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
     rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
-    r"(?:_(?P<joined>tokens|heads|panels))?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
+    r"(?:_(?P<joined>tokens|heads|panels))?(?P<crowd>_crowd)?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
 )
 
 
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of ``arch`` with its tuned choices (ring depth, CTAs per SM, PDL) left to the kernel."""
-    return [
+    plain = [
         Variant(arch, kv_format, dtype, dtype, head_size, rows, split, q_split=q_split, joined=joined)
         for kv_format in QUERIES
         for (dtype, q_split), head_size, rows, split in itertools.product(
@@ -60,6 +62,7 @@ def all_variants(arch: str) -> list[Variant]:
         for joined in ("", *JOINED.get((kv_format, head_size), ()))
         if joined != "panels" or rows == 2 * PANEL_ROWS
     ]
+    return [*plain, *(dataclasses.replace(v, crowd=True) for v in plain if takes_crowd(v))]
 
 
 def variant_named(name: str) -> Variant | None:
@@ -80,6 +83,7 @@ def variant_named(name: str) -> Variant | None:
         stages=int(match["stages"] or 0),
         ctas_per_sm=int(match["ctas_per_sm"] or 0),
         v_format=match["v_format"] or "",
+        crowd=match["crowd"] is not None,
         joined=match["joined"] or "",
     )
 

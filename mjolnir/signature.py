@@ -38,7 +38,8 @@ MANY_ITEMS = {"heads": 128, "panels": 256}
 on 8 heads took 63.4 us alone and 64.9 as panels, 64 x 8K 248 and 242; d 64, 1 x 8K 7.1 alone and 8.5 as one row."""
 
 NARROW_ITEMS = 128
-"""The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207."""
+"""The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207. From
+so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 49.7 with six, 1 x 8K 9.1 and 10.5."""
 
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -104,8 +105,17 @@ class RunnerShape:
             # 16 rows of a head take its warps longer than memory does: 96/8, 64 x 8K took 260 us alone and 283 so.
             joined, fits = "panels", rows <= PANEL_ROWS and all(size <= PANEL_BYTES for size in row_bytes)
         low_bit = any(fmt.bits < 8 for fmt in formats)
-        many = NARROW_ITEMS if joined == "panels" and low_bit else MANY_ITEMS[joined]
-        return joined if fits and self.max_num_seqs * self.num_kv_heads >= many else ""
+        many = self.has_many_items if joined == "panels" and low_bit else self.items >= MANY_ITEMS[joined]
+        return joined if fits and many else ""
+
+    @property
+    def items(self) -> int:
+        """A sequence's KV head each, in the largest step."""
+        return self.max_num_seqs * self.num_kv_heads
+
+    @property
+    def has_many_items(self) -> bool:
+        return self.items >= NARROW_ITEMS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,12 +31,13 @@ class Variant:
     stages: int = 0  # ring depth; 0: the kernel's own choice
     ctas_per_sm: int = 0  # 0: the kernel's own choice
     v_format: str = ""  # "": V has K's format
+    crowd: bool = False  # six consumer warps a half, see geometry.py
     joined: str = ""  # "tokens", "heads" or "panels": neighbours that are read together, see geometry.py and heads.py
 
     @property
     def name(self) -> str:
         """A C identifier, unique per variant: the exported symbol and the stem of file names."""
-        flags = "".join(("_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
+        flags = "".join(("_crowd" * self.crowd, "_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
         tuned = (f"_s{self.stages}" if self.stages else "") + (f"_c{self.ctas_per_sm}" if self.ctas_per_sm else "")
         v_format = f"_v_{self.v_format}" if self.v_format else ""
         joined = f"_{self.joined}" if self.joined else ""

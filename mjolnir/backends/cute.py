@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.compiler import kernel_cache
-from mjolnir.kernels.geometry import UNSET, Geometry
+from mjolnir.kernels.geometry import UNSET, Geometry, takes_crowd
 from mjolnir.kernels.launch_args import LaunchArgs
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
@@ -57,7 +57,7 @@ def kernel_variant(
     """The kernel that a runner of this shape takes for a q_len and a query dtype; found without a GPU."""
     joined = shape.joined(q_len)
     rows = q_len * shape.group * (2 if joined == "heads" else 1)
-    return Variant(
+    variant = Variant(
         arch=arch,
         kv_format=shape.kv_format,
         q_dtype=q_dtype,
@@ -72,6 +72,7 @@ def kernel_variant(
         v_format="" if shape.v_format in (None, shape.kv_format) else shape.v_format,
         joined=joined,
     )
+    return dataclasses.replace(variant, crowd=shape.has_many_items and takes_crowd(variant))
 
 
 def plan_shape(tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool) -> PlanShape:

@@ -25,7 +25,7 @@ FLT_MAX, FLT_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class Consumer:
-    """Code of one consumer warp; the warps of a CTA form a grid of kv groups × row groups (see Geometry)."""
+    """Code of one consumer warp; the warps of a CTA form a grid (see Geometry)."""
 
     def __init__(self, variant: Variant, geo: Geometry):
         self.variant, self.geo = variant, geo
@@ -73,7 +73,7 @@ class Consumer:
             pieces = self.mailbox.read(smem, turn).pieces
 
     def place(self, warp: Any) -> tuple[Any, Any]:
-        """(kv group, first q row) of a warp."""
+        """(group, first q row) of a warp."""
         return warp // self.geo.row_groups, warp % self.geo.row_groups * self.geo.rows_per_warp
 
     def share(self, result: SplitMerge, state: Any, mult: Any, smem: Any, warp: Any) -> None:
@@ -85,7 +85,8 @@ class Consumer:
         geo = self.geo
         g, t = lane // 4, lane % 4
         tokens = self.math.tokens_of(g)
-        kv_group, row0 = self.place(warp)
+        group, row0 = self.place(warp)
+        kv_group, first = group // geo.token_groups, group % geo.token_groups * geo.warp_tile
         side = warp % geo.row_groups if geo.sides == 2 else 0
         own0 = 0 if geo.sides == 2 else row0  # the first row, as the own head counts
         q_frags = self.q_frags(smem, warp, lane)
@@ -97,26 +98,27 @@ class Consumer:
             if cutlass.const_expr(geo.scale_stage_bytes > 0):
                 if held != 0:
                     self.release(held, lane)
-            token0 = begin + tile * geo.tile
+            token0 = begin + tile * geo.tile + first
             k_tile = smem + mine * geo.stage_bytes
-            v_tile = k_tile + geo.v_in_stage
+            v_tile = k_tile + geo.v_in_stage + first * geo.v.stride
+            k_tile = k_tile + first * geo.k.stride
             if cutlass.const_expr(not geo.k.paired):
                 k_tile = k_tile + side * (geo.tile * geo.k.row_bytes)
             if cutlass.const_expr(not geo.v.paired):
                 v_tile = v_tile + side * (geo.tile * geo.v.row_bytes)
             scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
-            k_scales = scales + side * (geo.tile * geo.k.scale_bytes)
-            v_scales = scales + geo.v_in_scales + side * (geo.tile * geo.v.scale_bytes)
+            k_scales = scales + (side * geo.tile + first) * geo.k.scale_bytes
+            v_scales = scales + geo.v_in_scales + (side * geo.tile + first) * geo.v.scale_bytes
             ptx.mbarrier_wait(smem + geo.full_offset + 8 * mine, (filled >> mine) & 1)
             filled = filled ^ (Int32(1) << mine)
             scores = self.math.scores(k_tile, k_scales, q_frags, g, t, side)
-            if token0 + geo.tile > seq_len - (args.q_len - 1) * args.causal:
+            if token0 + geo.warp_tile > seq_len - (args.q_len - 1) * args.causal:
                 self.clear_rows(v_tile, v_scales, end - token0, lane)
                 for c in cutlass.range_constexpr(2 * geo.row_tiles):
                     q_token = (own0 + (c // 2) * 8 + 2 * t + c % 2) // args.group
                     limit = seq_len - (args.q_len - 1 - q_token) * args.causal - token0
                     seen = [limit - token for token in tokens]
-                    for i in cutlass.range_constexpr(geo.tile // 8):
+                    for i in cutlass.range_constexpr(geo.warp_tile // 8):
                         s = scores[c // 2][2 * i + c % 2]
                         scores[c // 2][2 * i + c % 2] = s if 8 * i < seen[i % 2] else Float32(NEG_INF)
             self.softmax.update(state, scores, mult)
@@ -226,7 +228,8 @@ class Consumer:
     def clear_rows(self, v_tile, v_scales, first, lane):
         """Zero the rows of V from ``first`` on: dead rows may hold anything, and 0 * NaN must not reach O."""
         geo = self.geo
-        for token in cutlass.range(cutlass.min(first, Int32(geo.tile)), geo.tile, unroll=1):
+        first = cutlass.max(cutlass.min(first, Int32(geo.warp_tile)), Int32(0))
+        for token in cutlass.range(first, geo.warp_tile, unroll=1):
             row = position_of(geo.joined, token)
             for panel in cutlass.range_constexpr(geo.v.panels):
                 for byte in cutlass.range_constexpr(0, geo.v.stride, 4 * WARP):

@@ -161,7 +161,8 @@ class DecodeKernel:
             BlockScales(
                 v_block_scale, fixed.v_block_token_stride, fixed.v_block_head_stride, fixed.v_block_page_stride
             ),
-            *token_rows,
+            token_rows[0],
+            token_rows[1],
             num_pages,
             real_kv_heads,
         )
@@ -186,8 +187,7 @@ class DecodeKernel:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         lane = tid % WARP
-        warps = geo.threads // WARP
-        half, warp = warp // warps, warp % warps
+        half, warp = self.role(warp)
         size = geo.halves * geo.half_bytes
         storage = cutlass.Array(cutlass.Uint8, size, space=cutlass.AddressSpace.smem, alignment=1024)
         smem = Int32(storage.data_ptr().toint()) + half * geo.half_bytes
@@ -195,7 +195,7 @@ class DecodeKernel:
         if warp == 0 and lane == 0:
             for s in cutlass.range_constexpr(geo.stages):
                 ptx.mbarrier_init(smem + geo.full_offset + 8 * s, Int32(geo.full_arrivals))
-                ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.row_groups))
+                ptx.mbarrier_init(smem + geo.empty_offset + 8 * s, Int32(geo.token_groups * geo.row_groups))
             for box in cutlass.range_constexpr(2):
                 ptx.mbarrier_init(smem + geo.mail_full_offset + 8 * box, Int32(1))
                 ptx.mbarrier_init(smem + geo.mail_free_offset + 8 * box, Int32(geo.mail_readers))
@@ -208,13 +208,13 @@ class DecodeKernel:
         # With PDL nothing that is read before griddepcontrol_wait is more than a guess: the kernel before may still be
         # writing the plan, lengths, scales, Q or the cache.
         if warp < geo.consumer_warps:
-            if cutlass.const_expr(geo.wide is not None):
+            if cutlass.const_expr(geo.registers[0] > 0):
                 ptx.raise_registers(geo.registers[0])
             if cutlass.const_expr(self.variant.pdl):
                 cute.arch.griddepcontrol_wait()
             self.consumer.run(args, smem, warp, lane)
         else:
-            if cutlass.const_expr(geo.wide is not None):
+            if cutlass.const_expr(geo.registers[0] > 0):
                 ptx.lower_registers(geo.registers[1])
             if warp == geo.consumer_warps:
                 if cutlass.const_expr(self.variant.pdl):
@@ -224,3 +224,17 @@ class DecodeKernel:
                 if cutlass.const_expr(self.variant.pdl):
                     cute.arch.griddepcontrol_wait()
                 self.scale_copier.run(args, smem, lane)
+
+    @cute.jit
+    def role(self, warp):
+        """(half, warp of the half). Warps that trade registers do so four at a time: of a crowd the consumers of both
+        halves come first."""
+        geo = self.geo
+        warps = geo.threads // WARP
+        half, of_half = warp // warps, warp % warps
+        if cutlass.const_expr(geo.crowd):
+            half, of_half = warp // geo.consumer_warps, warp % geo.consumer_warps
+            feeder = warp - geo.halves * geo.consumer_warps
+            if feeder >= 0:
+                half, of_half = feeder // geo.feeding_warps, geo.consumer_warps + feeder % geo.feeding_warps
+        return half, of_half

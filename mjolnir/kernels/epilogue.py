@@ -68,8 +68,10 @@ class Epilogue:
         self.own_rows = args.q_len * args.group  # of a head, or of two that are one
         self.live_rows = geo.sides * self.own_rows
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
-        half = Int32(ptx.thread_index() >= geo.threads) if geo.halves == 2 else Int32(0)
-        thread = ptx.thread_index() - half * geo.threads
+        # Those of a crowd come before all other threads.
+        threads = geo.consumer_warps * WARP if geo.crowd else geo.threads
+        half = Int32(ptx.thread_index() >= threads) if geo.halves == 2 else Int32(0)
+        thread = ptx.thread_index() - half * threads
         self.is_first, self.lane = thread == 0, thread & WARP - 1
         # The halves of a pair are one: twice the threads, and all of their warps to merge.
         self.paired, self.halves = paired, 1 + paired
@@ -103,7 +105,7 @@ class Epilogue:
     def sync(self) -> None:
         ptx.barrier_sync(self.barrier, self.threads)
 
-    def share(self, state: SoftmaxState, mult: Any, kv_group: Any, row0: Any) -> None:
+    def share(self, state: SoftmaxState, mult: Any, group: Any, row0: Any) -> None:
         """This warp's O, m and l into the exchange buffer."""
         geo = self.geo
         g, t = self.lane >> 2, self.lane & 3
@@ -113,7 +115,7 @@ class Epilogue:
             for step in range(3):
                 total = total + cute.arch.shuffle_sync_bfly(total, 4 << step)
             row = row0 + n * 8 + 2 * t + e
-            slot = kv_group * geo.rows + row
+            slot = group * geo.rows + row
             for i in range(geo.m_tiles):
                 at = (n * geo.m_tiles + i) * 4 + e
                 word = slot * geo.exchange_stride + exchange_place(geo.v, i, g)
@@ -172,7 +174,7 @@ class Epilogue:
         for half in cutlass.range(self.halves, unroll=1):
             base = self.first_half + half * geo.half_bytes
             ms, ls, values = [], [], []
-            for group in cutlass.range_constexpr(geo.kv_groups):
+            for group in cutlass.range_constexpr(geo.groups):
                 m, l = ptx.lds_f32x2(base + self.ml + (group * geo.rows + row) * 8)
                 row_words = base + self.exchange + (group * geo.rows + row) * geo.exchange_stride * 4
                 ms.append(m)

@@ -61,11 +61,29 @@ def takes_wgmma(variant: Variant) -> bool:
     )
 
 
+CROWD_STAGES, CROWD_KV_GROUPS, CROWD_REGISTERS = 6, 3, (152, 56)
+"""Six consumer warps a half, two on a stage: three warps a scheduler instead of two keep the pipes busier where the
+arithmetic of a tile takes longer than memory does. They have the registers of a fourth, the feeding warps'. e2m3, 64 x
+8K head-major took 201 us without, and its floor is 175; nvfp4, whose rows are shorter still, gained nothing."""
+
+
+def takes_crowd(variant: Variant) -> bool:
+    """Whether there is such a kernel: for Hopper, whose warps can trade registers."""
+    return (
+        variant.arch == "sm_90a"
+        and (variant.joined, variant.rows) in (("", 8), ("panels", 16))
+        and variant.head_size == 128
+        and all(fmt.name == "e2m3" for fmt in get_formats(variant.kv_format, variant.v_format or None))
+        and not variant.stages
+        and not variant.ctas_per_sm
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``row_groups`` (which share a
-    stage and divide the q rows; in a wide kernel they divide tokens and elements instead, and ``rows_per_warp`` only
-    gives the exchange buffer its size)."""
+    """Static sizes. Warps form a grid of ``kv_groups`` (which take turns at stages) × ``token_groups`` (which divide a
+    stage's tokens) × ``row_groups`` (which divide the q rows; in a wide kernel they divide tokens and elements instead,
+    and ``rows_per_warp`` only gives the exchange buffer its size)."""
 
     heads_per_item: int  # KV heads: 2 where they are joined
     head_size: int  # of a q row's product: of both heads where they are one row
@@ -81,6 +99,8 @@ class Geometry:
     q_terms: int  # Q is a sum of this many terms in the MMA's dtype
     joined: str  # what makes rows of 128 bytes, see Variant
     own_q: bool = False  # Q lies beside the exchange buffer, not in it
+    token_groups: int = 1
+    crowd: bool = False
     wide: Wide | None = None  # a kv group is a warpgroup, whose four warps work on all q rows together: see wide.py
 
     @classmethod
@@ -88,6 +108,8 @@ class Geometry:
         available = SMEM_BYTES.get(variant.arch, OTHER_SMEM_BYTES)
         if takes_wgmma(variant):
             return cls._wide(variant, WIDE[variant.rows])
+        if variant.crowd:
+            return cls._crowd(variant)
         for ring_bytes in RING_BYTES:
             geometry = cls._with_ring(variant, ring_bytes)
             fit = available // (geometry.smem_bytes + 1024)
@@ -169,6 +191,31 @@ class Geometry:
         )
 
     @classmethod
+    def _crowd(cls, variant: Variant) -> Geometry:
+        sides = 2 if variant.joined == "panels" else 1
+        k, v = (Operand.of(fmt, 128, sides) for fmt in get_formats(variant.kv_format, variant.v_format or None))
+        if not takes_crowd(variant):
+            raise ValueError(f"{variant.name}: six consumer warps are for eight rows of a head of 128 e2m3 elements")
+        return cls(
+            heads_per_item=sides,
+            head_size=128,
+            rows=variant.rows,
+            k=k,
+            v=v,
+            tile=64 // sides,
+            stages=CROWD_STAGES,
+            rows_per_warp=8,
+            row_groups=sides,
+            kv_groups=CROWD_KV_GROUPS,
+            token_groups=2 // sides,
+            ctas_per_sm=2,
+            q_terms=1,
+            joined=variant.joined,
+            own_q=True,
+            crowd=True,
+        )
+
+    @classmethod
     def _wide(cls, variant: Variant, wide: Wide) -> Geometry:
         d, tile = 128, WARPGROUP * 16  # a warp has 16 rows of an operand
         k, v = (Operand.of(fmt, d) for fmt in get_formats(variant.kv_format, variant.v_format or None))
@@ -191,7 +238,17 @@ class Geometry:
 
     @property
     def consumer_warps(self) -> int:
-        return self.kv_groups * self.row_groups
+        return self.groups * self.row_groups
+
+    @property
+    def groups(self) -> int:
+        """Of warps, each with an O of its own."""
+        return self.kv_groups * self.token_groups
+
+    @property
+    def warp_tile(self) -> int:
+        """Tokens of a stage that a warp takes."""
+        return self.tile // self.token_groups
 
     @property
     def threads(self) -> int:
@@ -201,12 +258,15 @@ class Geometry:
     @property
     def feeding_warps(self) -> int:
         """Of a half: the producer and, for block scales, the warp that copies them. A wide kernel's producer has a
-        warpgroup to itself, whose other warps only leave their registers to the consumers."""
-        return WARPGROUP if self.wide else 2 if self.scale_stage_bytes else 1
+        warpgroup to itself, whose other warps only leave their registers to the consumers; so have the producers of
+        the two halves of a crowd."""
+        return WARPGROUP if self.wide else 2 if self.scale_stage_bytes or self.crowd else 1
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a consumer thread and of one of the producer's warpgroup, where they differ; else zeros."""
+        if self.crowd:
+            return CROWD_REGISTERS
         return (self.wide.registers, self.wide.producer_registers) if self.wide else (0, 0)
 
     @property
@@ -218,7 +278,7 @@ class Geometry:
     def halves(self) -> int:
         """Where two CTAs fit on an SM they are one of twice the size: each half has its own producer, ring and
         consumers, and works alone or, in a paired plan, with the other."""
-        return 2 if self.ctas_per_sm == 2 and self.kv_groups >= 4 else 1
+        return 2 if self.ctas_per_sm == 2 and (self.kv_groups >= 4 or self.crowd) else 1
 
     @property
     def half_bytes(self) -> int:
@@ -365,7 +425,7 @@ class Geometry:
 
     @property
     def mult_offset(self) -> int:
-        return self.ml_offset + self.kv_groups * self.rows * 8
+        return self.ml_offset + self.groups * self.rows * 8
 
     @property
     def flag_offset(self) -> int:

@@ -63,7 +63,7 @@ class OnlineSoftmax:
         grew = cutlass.Boolean(False)
         for c in cutlass.range_constexpr(self.columns):
             top = scores[c // 2][c % 2]
-            for i in cutlass.range_constexpr(1, self.geo.tile // 8):
+            for i in cutlass.range_constexpr(1, self.geo.warp_tile // 8):
                 top = cute.arch.fmax(top, scores[c // 2][2 * i + c % 2])
             tops.append(top)
             grew = grew | ((top - state.m[c]) * mult[c] > RESCALE_ABOVE)
@@ -82,7 +82,7 @@ class OnlineSoftmax:
             # Where all keys so far are masked m is -inf, and so is every score.
             m = state.m[c] if state.m[c] != NEG_INF else Float32(0.0)
             total = state.l[c]
-            for i in cutlass.range_constexpr(self.geo.tile // 8):
+            for i in cutlass.range_constexpr(self.geo.warp_tile // 8):
                 weight = ptx.ex2((scores[c // 2][2 * i + c % 2] - m) * mult[c] + P_BIAS)
                 scores[c // 2][2 * i + c % 2] = weight
                 total = total + weight

@@ -122,16 +122,14 @@ class TileMath:
         """S^T = K Q^T for one tile, unscaled: per n8 tile, [2 i + e] = S[8 i + tokens_of(g)[i % 2]][q row 2 t + e]."""
         geo, k = self.geo, self.geo.k
         token = self.token_of(g)
-        s = [[[Float32(0.0)] * 4 for _ in range(geo.tile // 16)] for _ in range(geo.row_tiles)]
+        s = [[[Float32(0.0)] * 4 for _ in range(geo.warp_tile // 16)] for _ in range(geo.row_tiles)]
         steps_per_unit = k.k_unit * 8 // k.bits // 4
         word = 0
         for panel in range(k.panels):
             for unit, loads in enumerate(k_loads(k, token, t, side)):
                 q = [self.load_q_frags(q_frags, n, word, steps_per_unit) for n in range(geo.row_tiles)]
-                rows = [
-                    (k_tile + (panel * geo.tile + token) * k.stride + offset, width) for offset, width in loads
-                ]
-                for block in range(geo.tile // 16):
+                rows = [(k_tile + (panel * geo.tile + token) * k.stride + offset, width) for offset, width in loads]
+                for block in range(geo.warp_tile // 16):
                     halves = []
                     for half in range(2):
                         first = block * 16 + half * 8
@@ -167,9 +165,7 @@ class TileMath:
             terms.append([(words[2 * k], words[2 * k + 1]) for k in range(steps)])
         return list(zip(*terms, strict=True))
 
-    def accumulate(
-        self, v_tile: Any, v_scales: Any, weights: Any, acc: Any, g: Any, t: Any, side: Any = 0
-    ) -> None:
+    def accumulate(self, v_tile: Any, v_scales: Any, weights: Any, acc: Any, g: Any, t: Any, side: Any = 0) -> None:
         """O^T += V^T P^T for one tile. acc[(n * d/16 + i) * 4 + 2 h + e] is O[q row 2 t + e] of n8 tile n at the
         element 2 i + h of lane g's d / 8 elements, per panel its run of the row."""
         geo, v = self.geo, self.geo.v
@@ -178,7 +174,7 @@ class TileMath:
         loads = [
             [(token * v.stride + offset, width) for offset, width in v_loads(v, token, g, side)] for token in tokens
         ]
-        for block in range(geo.tile // 16):
+        for block in range(geo.warp_tile // 16):
             p_frags = [self.p_frags(weights[n][4 * block : 4 * block + 4]) for n in range(geo.row_tiles)]
             scales = [self.v_scales(v_scales, tokens, block * 16 + h * 8, g) for h in range(2)]
             for panel in range(v.panels):
