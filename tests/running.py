@@ -67,6 +67,12 @@ GPU_VARIANTS = (
     Variant(ARCH, "fp8", "bf16", "bf16", 128, 16, joined="panels"),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 16, split=False, joined="panels"),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 16, v_format="nvfp4", joined="panels"),
+    *(
+        Variant(ARCH, "e2m3", q, out, 128, 8, crowd=True)
+        for q, out in (("bf16", "bf16"), ("bf16", "fp16"), ("fp16", "fp16"))
+    ),
+    *(Variant(ARCH, "e2m3", "bf16", "fp16", 128, 16, split, crowd=True, joined="panels") for split in (True, False)),
+    Variant(ARCH, "e2m3", "bf16", "fp16", 128, 8, split=False, crowd=True),
 )
 
 
