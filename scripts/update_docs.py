@@ -199,6 +199,23 @@ def timeline_table(record: dict[str, Any]) -> str:
     )
 
 
+def low_bit_stream_table(record: dict[str, Any]) -> str:
+    stream = record["low_bit_stream"]
+    steps = list(stream["head_major"]["e2m3"]) + ["no_arithmetic_pairs", "no_v"]
+    kinds = [(layout, fmt) for layout in ("head_major", "token_major") for fmt in ("fp8", "e2m3", "nvfp4")]
+    return _table(
+        ("64 × 8K, µs", *(f"{fmt}, {layout.replace('_', '-')}" for layout, fmt in kinds)),
+        (
+            [
+                step.replace("_", " "),
+                *(f"{us:.0f}" if (us := stream[lay][fmt].get(step)) else "–" for lay, fmt in kinds),
+            ]
+            for step in steps
+        ),
+        f"{record['device']}, commit {stream['commit']} and, rows together, the one after",
+    )
+
+
 def trials_table(record: dict[str, Any]) -> str:
     return _table(
         ("tried", "kept", "before, µs", "after, µs"),
@@ -439,6 +456,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vllm-outputs": ("vllm.json", vllm_outputs_table),
     "vllm-speed": ("vllm.json", vllm_speed_table),
     "timeline": ("development.json", timeline_table),
+    "low-bit-stream": ("development.json", low_bit_stream_table),
     "trials": ("development.json", trials_table),
 }
 
