@@ -77,7 +77,7 @@ class DecodeRunner:
             joined a NaN or Inf in K of one is in the results of both.
         ctas_per_sm: workers per multiprocessor, each a producer warp and its consumers; two of them are the halves of
             one thread block. None: tuned. With more than one, or with kv_stages, 32 and 64 q rows take mma.sync where
-            they would take wgmma, which is faster.
+            they would take wgmma, which is faster; e2m3 has four consumer warps even in runners for many sequences.
         max_splits: most splits of a sequence and KV head; 1 never splits and compiles the merge out; None: as many
             as balance asks for.
         kv_stages: stages of the K and V ring, more than four of them of fewer tokens each; None: tuned.
@@ -89,8 +89,8 @@ class DecodeRunner:
         fixed_split: batch-invariant mode: sequences are split every so many tokens, a multiple of 64, whatever the
             batch is, and a sequence's result is bitwise the same alone, in any batch and at any position, if plans are
             made from the lengths that run, with one margin. Not among runners that differ in more than their steps:
-            promised NHD pages, max_num_seqs decides whether heads are joined, and so the order of sums. None: splits
-            follow from balance, which is faster.
+            max_num_seqs decides whether heads of NHD pages are joined, and how many warps e2m3 has, and so the order
+            of sums. None: splits follow from balance, which is faster.
         max_step_tokens: needed with fixed_split: most tokens that a step's sequences have together, shared pages
             counted each time, margins too. h_k · (max_num_seqs + max_step_tokens / fixed_split) rows of the plan and
             its partial results are kept for them. A step of more is refused if its lengths are on the host; planned
