@@ -11,6 +11,7 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -172,10 +173,36 @@ def test_ring_fits_the_arch(arch):
 def test_halves_of_a_cta(arch):
     for variant in all_variants(arch):
         geometry = Geometry.of(variant)
-        assert geometry.halves == (2 if geometry.ctas_per_sm == 2 and geometry.row_groups == 1 else 1), variant.name
+        whole = geometry.row_groups == 1 or geometry.crowd
+        assert geometry.halves == (2 if geometry.ctas_per_sm == 2 and whole else 1), variant.name
         assert geometry.half_bytes % 1024 == 0 and 0 <= geometry.half_bytes - geometry.smem_bytes < 1024
         assert geometry.halves * geometry.threads <= 1024, variant.name
     assert Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=1)).halves == 1
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(8, ""), (16, "panels")])
+def test_a_crowd(rows: int, joined: str) -> None:
+    """Twelve consumer warps and four others share an SM's registers and its shared memory."""
+    geometry = Geometry.of(Variant("sm_90a", "e2m3", "bf16", "bf16", 128, rows, joined=joined, crowd=True))
+    assert (geometry.consumer_warps, geometry.halves * geometry.threads) == (6, 16 * 32)
+    consumer, feeder = geometry.registers
+    assert 12 * 32 * consumer + 4 * 32 * feeder <= 65536
+    assert geometry.half_bytes * 2 + 1024 <= 228 * KIB
+    assert geometry.sides * geometry.warp_tile * geometry.token_groups == 64
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_format", "rows", "options"),
+    [
+        ("sm_100a", "e2m3", 8, {}),
+        ("sm_90a", "nvfp4", 8, {}),
+        ("sm_90a", "e2m3", 16, {}),
+        ("sm_90a", "e2m3", 8, {"stages": 8}),
+    ],
+)
+def test_what_is_no_crowd(arch: str, kv_format: str, rows: int, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="six consumer warps are for eight rows of a head of 128 e2m3 elements"):
+        Geometry.of(Variant(arch, kv_format, "bf16", "bf16", 128, rows, crowd=True, **options))
 
 
 def test_too_many_ctas_for_an_sm_is_an_error():
