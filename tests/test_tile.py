@@ -73,18 +73,22 @@ def lay_out(smem: Any, base: int, op: Operand, rows: Any, joined: str = "") -> N
 @pytest.mark.parametrize(
     ("k_name", "v_name", "head_size", "joined"),
     [*((*pair, head_size, "") for pair in PAIRS for head_size in HEAD_SIZES), *((*j, "tokens") for j in JOINED),
-     *((*j, f"panels{side}") for j in SIDE_BY_SIDE for side in range(2))],
+     *((*j, f"panels{side}") for j in SIDE_BY_SIDE for side in range(2)),
+     *(("e2m3", "e2m3", 128, f"crowd{part}") for part in range(2))],
 )  # fmt: skip
 def test_scores_and_output(
     monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, joined: str, rows: int
 ) -> None:
     v_format = "" if v_name == k_name else v_name
     side = int(joined[-1]) if joined.startswith("panels") else 0
+    part = int(joined[-1]) if joined.startswith("crowd") else 0  # of the stage's tokens
     joined = joined.rstrip("01")
-    if joined == "panels" and rows == 8:
-        pytest.skip("two heads have 16 rows")
-    variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, joined=joined)
+    if (joined, rows) in (("panels", 8), ("crowd", 16)):
+        pytest.skip("two heads have 16 rows, a crowd 8")
+    crowd, joined = joined == "crowd", "" if joined == "crowd" else joined
+    variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, crowd=crowd, joined=joined)
     geo = Geometry.of(variant)
+    first = part * geo.warp_tile
     gen = torch.Generator().manual_seed(head_size + rows)
     k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)
     v_codes, v_blocks, v = random_rows(get_format(v_name), geo.tile, head_size, gen)
@@ -117,22 +121,23 @@ def test_scores_and_output(
                 values[at + i] = query[n * 8 + G, element + i]
         unscale.append(math.store_q_row(frags + n * geo.q_frag_bytes, values, 1.0))
 
-    scores = math.scores(k_tile, k_scales, frags, G, T, side)
+    scores = math.scores(k_tile + first * geo.k.stride, k_scales, frags, G, T, side)
     expected = k @ query.T
-    tokens = [8 * i + math.tokens_of(G)[i % 2] for i in range(geo.tile // 8)]
-    assert sorted(np.concatenate(tokens).tolist()) == sorted([*range(geo.tile)] * 4)
-    for n, i, e in itertools.product(range(geo.row_tiles), range(geo.tile // 8), range(2)):
+    tokens = [first + 8 * i + math.tokens_of(G)[i % 2] for i in range(geo.warp_tile // 8)]
+    assert sorted(np.concatenate(tokens).tolist()) == sorted([*range(first, first + geo.warp_tile)] * 4)
+    for n, i, e in itertools.product(range(geo.row_tiles), range(geo.warp_tile // 8), range(2)):
         factor = unscale[n][(2 * T + e) * 4] * math.k_unpack.unscale
         np.testing.assert_array_equal(scores[n][2 * i + e] * factor, expected[tokens[i], n * 8 + 2 * T + e])
 
     weights = torch.randint(0, 17, (geo.tile, q_rows), generator=gen).double().numpy()
     held = [
-        [weights[tokens[i], n * 8 + 2 * T + e] for i in range(geo.tile // 8) for e in range(2)]
+        [weights[tokens[i], n * 8 + 2 * T + e] for i in range(geo.warp_tile // 8) for e in range(2)]
         for n in range(geo.row_tiles)
     ]
     acc = [np.zeros(32) for _ in range(geo.row_tiles * geo.m_tiles * 4)]
-    math.accumulate(v_tile, v_scales, held, acc, G, T, side)
-    output = weights.T @ v
+    math.accumulate(v_tile + first * geo.v.stride, v_scales, held, acc, G, T, side)
+    mine = slice(first, first + geo.warp_tile)
+    output = weights[mine].T @ v[mine]
     run = geo.v.panel_elems // 8
     for n, i, h, e in itertools.product(range(geo.row_tiles), range(geo.m_tiles), range(2), range(2)):
         panel, inside = divmod(2 * i + h, run)
