@@ -212,7 +212,8 @@ def test_catalogue_has_every_shape_once_and_splits_q_only_for_bf16_caches():
     # joined: fp8 of head size 64, tokens or heads; nvfp4 of 128, tokens; panels of one row class: fp8, with and without
     # split, two e2m3, three nvfp4; bf16 with three queries, and fp16, of 64
     panels = 2 * 2 + 2 * (2 + 3) + (2 + 1) * 2
-    assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2 + 2 * 2 * 3 * 4 + 2 * 2 * 4 * 2 + 2 * 4 + panels
+    crowds = 2 * 2  # e2m3 of head size 128, alone or in panels
+    assert len(variants) == (2 + 1 + 2) * 3 * 4 * 2 + 2 * 2 * 3 * 4 + 2 * 2 * 4 * 2 + 2 * 4 + panels + crowds
     assert Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8) in variants
 
 
