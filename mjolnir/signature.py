@@ -39,7 +39,7 @@ on 8 heads took 63.4 us alone and 64.9 as panels, 64 x 8K 248 and 242; d 64, 1 x
 
 NARROW_ITEMS = 128
 """The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207. From
-so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 49.7 with six, 1 x 8K 9.1 and 10.5."""
+so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 51.3 with six; 1 x 8K is slower."""
 
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -212,7 +212,7 @@ def low_bit_stream_table(record: dict[str, Any]) -> str:
             ]
             for step in steps
         ),
-        f"{record['device']}, commit {stream['commit']} and, rows together, the one after",
+        f"{record['device']}, commit {stream['commit']} and, rows together, {stream['commit_rows_together']}",
     )
 
 
@@ -434,6 +434,12 @@ def _whole_items(record: dict[str, Any]) -> str:
     return ", ".join(f"{heads} {change:.0f} %" for heads, change in zip(("32/8", "32/4", "64/8"), changes, strict=True))
 
 
+def _crowd(record: dict[str, Any]) -> str:
+    """What six consumer warps gain, least and most."""
+    gains = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "six consumer warps a half, two on", 5)]
+    return f"{min(gains):.0f} to {max(gains):.0f}"
+
+
 def _vllm_shadow_checks(record: dict[str, Any]) -> str:
     """Passed of all."""
     steps = [run["steps"] for _, _, name, run, _ in _vllm_runs(record) if name == "shadow"]
@@ -494,6 +500,15 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
     ),
     "readings.d64-us": ("development.json", lambda record: f"{record['readings']['head_size_64_64x8K']['us']:.0f}"),
     "readings.round-us": ("development.json", lambda record: f"{_round_us(record):.1f}"),
+    "development.crowd": ("development.json", _crowd),
+    "stream.rows-of-256": (
+        "development.json",
+        lambda record: f"{record['low_bit_stream']['head_major']['e2m3']['no_arithmetic_rows_of_256']:.0f}",
+    ),
+    "rates.product-and-lop3": (
+        "development.json",
+        lambda record: str(record["instruction_rates"]["clocks"]["HMMA m16n8k16 and four LOP3"]),
+    ),
     "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
     "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
     "vllm.within": ("vllm.json", lambda record: _share([not found["faults"] for *_, found in _vllm_runs(record)])),

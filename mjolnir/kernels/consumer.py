@@ -99,13 +99,10 @@ class Consumer:
                 if held != 0:
                     self.release(held, lane)
             token0 = begin + tile * geo.tile + first
-            k_tile = smem + mine * geo.stage_bytes
-            v_tile = k_tile + geo.v_in_stage + first * geo.v.stride
-            k_tile = k_tile + first * geo.k.stride
-            if cutlass.const_expr(not geo.k.paired):
-                k_tile = k_tile + side * (geo.tile * geo.k.row_bytes)
-            if cutlass.const_expr(not geo.v.paired):
-                v_tile = v_tile + side * (geo.tile * geo.v.row_bytes)
+            k_tile = smem + mine * geo.stage_bytes + side * geo.side_bytes(geo.k) + first * geo.k.stride
+            v_tile = (
+                smem + mine * geo.stage_bytes + geo.v_in_stage + side * geo.side_bytes(geo.v) + first * geo.v.stride
+            )
             scales = smem + geo.scales_offset + mine * geo.scale_stage_bytes
             k_scales = scales + (side * geo.tile + first) * geo.k.scale_bytes
             v_scales = scales + geo.v_in_scales + (side * geo.tile + first) * geo.v.scale_bytes

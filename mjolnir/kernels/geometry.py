@@ -192,10 +192,10 @@ class Geometry:
 
     @classmethod
     def _crowd(cls, variant: Variant) -> Geometry:
-        sides = 2 if variant.joined == "panels" else 1
-        k, v = (Operand.of(fmt, 128, sides) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         if not takes_crowd(variant):
             raise ValueError(f"{variant.name}: six consumer warps are for eight rows of a head of 128 e2m3 elements")
+        sides = 2 if variant.joined == "panels" else 1
+        k, v = (Operand.of(fmt, 128, sides) for fmt in get_formats(variant.kv_format, variant.v_format or None))
         return cls(
             heads_per_item=sides,
             head_size=128,
@@ -293,6 +293,10 @@ class Geometry:
     def panels(self, operand: Operand) -> int:
         """Of a tile of K or of V: boxes for each page that is smaller than a tile."""
         return operand.panels if operand.paired else self.sides * operand.panels
+
+    def side_bytes(self, operand: Operand) -> int:
+        """From one head's tile of K or of V to the other's."""
+        return 0 if operand.paired else self.tile * operand.row_bytes
 
     @property
     def joined_heads(self) -> bool:
