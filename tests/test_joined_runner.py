@@ -32,6 +32,8 @@ KINDS = [
     ("fp8", 128, "NHD", "separate"),
     ("nvfp4", 128, "HND", "separate_hnd"),
     ("e2m3", 128, "HND", "separate_hnd"),  # rows of 256 bytes, and a crowd
+    ("e2m3", 64, "HND", "separate_hnd"),
+    ("nvfp4", 64, "HND", "separate_hnd"),
     *((*kind, "NHD", "separate") for kind in PANELS if kind not in (("fp8", 128), ("bf16", 64))),
 ]
 """KV format, head size, promise, and a pool that keeps it."""
