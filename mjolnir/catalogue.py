@@ -47,7 +47,7 @@ _NAME = re.compile(
     rf"decode_(?P<arch>sm_\d+[a-z]?)_(?P<kv_format>{_FORMAT})(?:_v_(?P<v_format>{_FORMAT}))?"
     r"_q(?P<q_dtype>bf16|fp16)_o(?P<out_dtype>bf16|fp16)"
     rf"_d(?P<head_size>{'|'.join(map(str, HEAD_SIZES))})_r(?P<rows>{'|'.join(map(str, ROW_CLASSES))})"
-    r"(?:_(?P<joined>tokens|heads|panels))?(?P<crowd>_crowd)?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
+    r"(?:_(?P<joined>tokens|heads|panels))?(?P<crowd>_crowd)?(?P<split>_split)?(?P<pdl>_pdl)?(?P<q_split>_qsplit)?(?P<l2_prefetch>_l2)?(?:_s(?P<stages>[1-9]\d*))?(?:_c(?P<ctas_per_sm>[1-9]\d*))?"
 )
 
 
@@ -80,6 +80,7 @@ def variant_named(name: str) -> Variant | None:
         split=match["split"] is not None,
         pdl=match["pdl"] is not None,
         q_split=match["q_split"] is not None,
+        l2_prefetch=match["l2_prefetch"] is not None,
         stages=int(match["stages"] or 0),
         ctas_per_sm=int(match["ctas_per_sm"] or 0),
         v_format=match["v_format"] or "",

@@ -20,6 +20,9 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 TMA_ALIGN = 16
 """Bytes: the TMA's alignment of addresses and strides."""
 
+MAX_BLOCK_STRIDE = 2**31 - 1
+"""Of block scales: 32 bits in the kernel, where a wider product is three instructions instead of one."""
+
 TMA_MAX_STRIDE = 1 << 40
 
 KV_LAYOUTS = {"NHD": "head", "HND": "token"}
@@ -290,6 +293,8 @@ def _block_strides(
             f"{name}: rows of {width} bytes must start at multiples of {width} bytes, got strides {t.stride()} at "
             f"{t.data_ptr():#x}"
         )
+    if max(strides) > MAX_BLOCK_STRIDE:
+        raise ValueError(f"{name}: strides must be at most {MAX_BLOCK_STRIDE} bytes, got {t.stride()}")
     return strides[0], strides[1], strides[2]
 
 

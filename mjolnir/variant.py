@@ -32,12 +32,20 @@ class Variant:
     ctas_per_sm: int = 0  # 0: the kernel's own choice
     v_format: str = ""  # "": V has K's format
     crowd: bool = False  # six consumer warps a half, see geometry.py
+    l2_prefetch: bool = False  # the producer also asks L2 for tiles beyond the ring
     joined: str = ""  # "tokens", "heads" or "panels": neighbours that are read together, see geometry.py and heads.py
 
     @property
     def name(self) -> str:
         """A C identifier, unique per variant: the exported symbol and the stem of file names."""
-        flags = "".join(("_crowd" * self.crowd, "_split" * self.split, "_pdl" * self.pdl, "_qsplit" * self.q_split))
+        names = {
+            "crowd": self.crowd,
+            "split": self.split,
+            "pdl": self.pdl,
+            "qsplit": self.q_split,
+            "l2": self.l2_prefetch,
+        }
+        flags = "".join(f"_{name}" for name, chosen in names.items() if chosen)
         tuned = (f"_s{self.stages}" if self.stages else "") + (f"_c{self.ctas_per_sm}" if self.ctas_per_sm else "")
         v_format = f"_v_{self.v_format}" if self.v_format else ""
         joined = f"_{self.joined}" if self.joined else ""

@@ -52,6 +52,7 @@ GPU_VARIANTS = (
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, pdl=False),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, ctas_per_sm=1),
     Variant(ARCH, "fp8", "bf16", "fp16", 128, 8, stages=8),
+    *(Variant(ARCH, fmt, "bf16", "fp16", 128, 8, l2_prefetch=True) for fmt in ("fp8", *LOW_BIT)),
     *(Variant(ARCH, fmt, "bf16", "fp16", d, rows) for fmt in LOW_BIT for d in (64, 128, 256) for rows in ROW_CLASSES),
     *(Variant(ARCH, fmt, "bf16", "bf16", 128, rows) for fmt in LOW_BIT for rows in (8, 16)),
     *(Variant(ARCH, fmt, "fp16", "fp16", 128, 8) for fmt in LOW_BIT),

@@ -240,6 +240,7 @@ def test_catalogue_has_what_runners_join():
         split=st.booleans(),
         pdl=st.booleans(),
         q_split=st.booleans(),
+        l2_prefetch=st.booleans(),
         stages=st.integers(0, 64),
         ctas_per_sm=st.integers(0, 4),
         v_format=st.sampled_from(["", *sorted(FORMATS)]),

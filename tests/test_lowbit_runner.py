@@ -210,6 +210,17 @@ def test_block_scales_are_checked() -> None:
         with_blocks(fp8, k_blocks=blocks)
 
 
+def test_strides_of_block_scales_fit_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(FEW, kv_format="nvfp4")
+    assert problem.cache.k_blocks is not None
+    page = problem.cache.k_blocks.stride(0)
+    monkeypatch.setattr("mjolnir.signature.MAX_BLOCK_STRIDE", page)
+    run(make_runner(problem), problem)
+    monkeypatch.setattr("mjolnir.signature.MAX_BLOCK_STRIDE", page - 1)
+    with pytest.raises(ValueError, match=f"k_block_scale: strides must be at most {page - 1} bytes, got "):
+        run(make_runner(problem), problem)
+
+
 def test_rows_of_another_width_are_refused() -> None:
     problem = make_problem(FEW, kv_format="e2m3")
     with pytest.raises(ValueError, match=r"v_cache must have shape \(any, 64, 2, 96\)"):

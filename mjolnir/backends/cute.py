@@ -67,6 +67,7 @@ def kernel_variant(
         split=tuning.max_splits != 1,
         pdl=tuning.pdl,
         q_split=q_split and shape.kv_format == "bf16",
+        l2_prefetch=tuning.l2_prefetch > 0,
         stages=tuning.kv_stages or 0,
         ctas_per_sm=tuning.ctas_per_sm or 0,
         v_format="" if shape.v_format in (None, shape.kv_format) else shape.v_format,

@@ -15,9 +15,9 @@ class BlockScales(NamedTuple):
     """Block scales of K or V; strides in bytes."""
 
     base: Int64
-    token_stride: Int64
-    head_stride: Int64
-    page_stride: Int64
+    token_stride: Int32
+    head_stride: Int32
+    page_stride: Int32
 
 
 class DecodeArgs(NamedTuple):

@@ -156,10 +156,16 @@ class DecodeKernel:
             fixed.l2_policy,
             softmax_scale,
             BlockScales(
-                k_block_scale, fixed.k_block_token_stride, fixed.k_block_head_stride, fixed.k_block_page_stride
+                k_block_scale,
+                Int32(fixed.k_block_token_stride),
+                Int32(fixed.k_block_head_stride),
+                Int32(fixed.k_block_page_stride),
             ),
             BlockScales(
-                v_block_scale, fixed.v_block_token_stride, fixed.v_block_head_stride, fixed.v_block_page_stride
+                v_block_scale,
+                Int32(fixed.v_block_token_stride),
+                Int32(fixed.v_block_head_stride),
+                Int32(fixed.v_block_page_stride),
             ),
             token_rows[0],
             token_rows[1],

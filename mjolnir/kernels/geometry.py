@@ -351,11 +351,6 @@ class Geometry:
         return self.head_size + 4
 
     @property
-    def late_stages(self) -> int:
-        """Tiles whose block scales are on their way at a time: at most 6, whose numbers fit in a word."""
-        return min(6, max(1, self.stages // 2)) if self.scale_stage_bytes else 0
-
-    @property
     def full_arrivals(self) -> int:
         """At the barrier of a full stage: the lane that issues the boxes and, for block scales, all that copy them."""
         return 1 + (WARP if self.scale_stage_bytes else 0)

@@ -51,6 +51,11 @@ def thread_index() -> Any:
     return asm("r", "mov.u32 $0, %tid.x;", side_effects=True)
 
 
+def clock() -> Any:
+    """Clocks of this SM, modulo 2^32."""
+    return asm("r", "mov.u32 $0, %clock;", side_effects=True)
+
+
 def barrier_sync(barrier: Any, threads: Any) -> None:
     asm("", "barrier.sync $0, $1;", [barrier, threads], "rr", True)
 
@@ -220,14 +225,9 @@ def cp_async(dst: Any, src: Any, size: int, src_size: Any) -> None:
     asm("", f"cp.async.ca.shared.global.L2::64B [$0], [$1], {size}, $2;", [dst, src, src_size], "rlr", True)
 
 
-def cp_async_commit() -> None:
-    """This thread's copies since the last commit become its newest group."""
-    asm("", "cp.async.commit_group;", side_effects=True)
-
-
-def cp_async_wait(newest: int) -> None:
-    """Wait until all groups of this thread have landed but the ``newest``."""
-    asm("", f"cp.async.wait_group {newest};", side_effects=True)
+def cp_async_arrive(mbarrier: Any) -> None:
+    """Arrive once all copies that this thread has started have landed, without waiting for them."""
+    asm("", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [mbarrier], "r", True)
 
 
 # mbarrier and TMA
@@ -252,12 +252,6 @@ def mbarrier_wait(addr: Any, parity: Any) -> None:
         " @done bra DONE; bra WAIT; DONE: }"
     )
     asm("", code, [addr, parity], "rr", True)
-
-
-def mbarrier_done(addr: Any, parity: Any) -> Any:
-    """1 if the phase of this parity has completed, else 0."""
-    code = "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2; selp.u32 $0, 1, 0, done; }"
-    return asm("r", code, [addr, parity], "rr", True)
 
 
 def fence_mbarrier_init() -> None:
@@ -327,6 +321,11 @@ def mul(a: Any, factor: int) -> Any:
 
 def mad(a: Any, factor: int, b: Any) -> Any:
     return asm("r", f"mad.lo.u32 $0, $1, {factor}, $2;", [a, b], "rr")
+
+
+def mad_wide(a: Any, b: Any, c: Any) -> Any:
+    """a b + c of 32, 32 and 64 bits, signed: an address, which the compiler does not take apart."""
+    return asm("l", "mad.wide.s32 $0, $1, $2, $3;", [a, b, c], "rrl")
 
 
 def mul_f16x2(a: Any, b: Any) -> Any:
