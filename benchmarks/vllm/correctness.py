@@ -94,6 +94,25 @@ def what_the_codec_keeps(name: str) -> Iterator[None]:
         FlashAttentionImpl.do_kv_cache_update = write
 
 
+@contextlib.contextmanager
+def queries_rounded() -> Iterator[None]:
+    """Mjolnir decodes with queries rounded to fp8, as vLLM's own backends get them over fp8 caches."""
+    from mjolnir.integrations.vllm import compat
+    from mjolnir.integrations.vllm.impl import DecodeImpl
+
+    decode = DecodeImpl._decode
+
+    def rounded(self: Any, step: Any, layer: Any, query: Any, *args: Any) -> None:
+        codes = compat.quantise_query(query, layer)
+        decode(self, step, layer, (codes.float() * layer._q_scale).to(query.dtype), *args)
+
+    DecodeImpl._decode = rounded  # type: ignore
+    try:
+        yield
+    finally:
+        DecodeImpl._decode = decode  # type: ignore
+
+
 def main() -> None:
     from mjolnir.integrations.vllm.counters import ON_MJOLNIR
 
@@ -104,7 +123,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--deadline", type=float, required=True, help="time.time() after which no engine is started")
     parser.add_argument(
-        "--runs", required=True, help="of graphs, eager, default, graphs+ngram, eager+ngram, shadow, FLASH_ATTN"
+        "--runs",
+        required=True,
+        help="of graphs, eager, default, graphs+ngram, eager+ngram, shadow, rounded, FLASH_ATTN",
     )
     parser.add_argument(
         "--codec", action="store_true", help="the reference has a bf16 cache of what the codec keeps of K and V"
@@ -133,7 +154,11 @@ def main() -> None:
             )  # fmt: skip
             reset_step_counts()
             start = time.perf_counter()
-            with what_the_codec_keeps(args.kv) if codec else contextlib.nullcontext():
+            with contextlib.ExitStack() as changes:
+                if codec:
+                    changes.enter_context(what_the_codec_keeps(args.kv))
+                if name == "rounded":
+                    changes.enter_context(queries_rounded())
                 generated = generate(engine, prompts)
             facts = engine.facts | {"generate_s": round(time.perf_counter() - start, 2), "steps": step_counts()}
         except Exception as error:  # one engine's failure must not take the others' results with it
