@@ -434,6 +434,11 @@ def _whole_items(record: dict[str, Any]) -> str:
     return ", ".join(f"{heads} {change:.0f} %" for heads, change in zip(("32/8", "32/4", "64/8"), changes, strict=True))
 
 
+def _feeders(record: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = record["profile"]["nvfp4_64x8K_head_major_at_ff0a9a0"]
+    return found
+
+
 def _crowd(record: dict[str, Any]) -> str:
     """What six consumer warps gain, least and most."""
     gains = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "six consumer warps a half, two on", 5)]
@@ -509,6 +514,11 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
         "development.json",
         lambda record: str(record["instruction_rates"]["clocks"]["HMMA m16n8k16 and four LOP3"]),
     ),
+    "feeders.producer": ("development.json", lambda record: str(_feeders(record)["of_which_producer"])),
+    "feeders.copier": ("development.json", lambda record: str(_feeders(record)["of_which_copier"])),
+    "feeders.all": ("development.json", lambda record: str(_feeders(record)["instructions"])),
+    "feeders.busy": ("development.json", lambda record: str(_feeders(record)["copier_busy_percent"])),
+    "feeders.alu": ("development.json", lambda record: f"{_feeders(record)['alu_pipe_percent']:.0f}"),
     "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
     "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
     "vllm.within": ("vllm.json", lambda record: _share([not found["faults"] for *_, found in _vllm_runs(record)])),
