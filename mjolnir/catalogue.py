@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 
 from mjolnir.formats import FORMATS
-from mjolnir.kernels.geometry import takes_crowd
+from mjolnir.kernels.choice import takes_crowd
 from mjolnir.variant import HEAD_SIZES, PANEL_ROWS, ROW_CLASSES, Variant
 
 QUERIES = {

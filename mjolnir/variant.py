@@ -31,9 +31,9 @@ class Variant:
     stages: int = 0  # ring depth; 0: the kernel's own choice
     ctas_per_sm: int = 0  # 0: the kernel's own choice
     v_format: str = ""  # "": V has K's format
-    crowd: bool = False  # six consumer warps a half, see geometry.py
+    crowd: bool = False  # six consumer warps a half, see choice.py
     l2_prefetch: bool = False  # the producer also asks L2 for tiles beyond the ring
-    joined: str = ""  # "tokens", "heads" or "panels": neighbours that are read together, see geometry.py and heads.py
+    joined: str = ""  # "tokens", "heads" or "panels": neighbours that are read together, see choice.py and heads.py
 
     @property
     def name(self) -> str:

@@ -22,6 +22,7 @@ from warp import LANE, G, T, Warp, jit_method
 
 from mjolnir.formats import get_format
 from mjolnir.kernels import consumer, epilogue, heads, ptx
+from mjolnir.kernels.choice import geometry_of
 from mjolnir.kernels.consumer import LOG2_E, Consumer
 from mjolnir.kernels.epilogue import LN_2, Epilogue
 from mjolnir.kernels.geometry import Geometry
@@ -48,7 +49,7 @@ def make(joined: str, d: int, num_heads: int, kv_heads: int, q_len: int) -> tupl
         lse_token_stride=num_heads, k_scale_seq_stride=kv_heads, k_scale_head_stride=1, v_scale_seq_stride=kv_heads,
         v_scale_head_stride=1,
     )  # fmt: skip
-    return Geometry.of(variant), variant, args
+    return geometry_of(variant), variant, args
 
 
 def own_head(joined: str, args: SimpleNamespace, pair: int, row: int) -> tuple[int, int, int] | None:
@@ -65,14 +66,14 @@ def own_head(joined: str, args: SimpleNamespace, pair: int, row: int) -> tuple[i
 
 def test_the_geometry_is_that_of_twice_the_head_size() -> None:
     joined, variant, _ = make("heads", 64, 8, 2, 1)
-    double = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, variant.rows))
+    double = geometry_of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, variant.rows))
     assert joined.k == double.k and joined.smem_bytes == double.smem_bytes and joined.partial_floats == 8 * 128 * 2
 
 
 def test_side_by_side_a_stage_holds_two_tiles() -> None:
     """Of 64 tokens each, like that of a head alone, in half as many stages."""
     panels, _, _ = make("panels", 128, 8, 2, 1)
-    alone = Geometry.of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, 8))
+    alone = geometry_of(Variant("sm_90a", "fp8", "bf16", "fp16", 128, 8))
     assert (panels.tile, panels.stage_bytes, panels.v_in_stage) == (64, 2 * alone.stage_bytes, 2 * 64 * 128)
     assert (panels.stages, panels.kv_groups, panels.row_groups, panels.rows_per_warp) == (2, 2, 2, 8)
     assert (panels.k, panels.v, panels.head_size) == (alone.k, alone.v, 128)

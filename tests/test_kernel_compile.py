@@ -23,7 +23,8 @@ from mjolnir.compiler.inspect import KernelReport, find_cuobjdump, inspect_varia
 if dsl_missing_reason():
     pytest.skip(dsl_missing_reason() or "", allow_module_level=True)
 
-from mjolnir.kernels.geometry import WARP, Geometry, takes_wgmma
+from mjolnir.kernels.choice import geometry_of, takes_wgmma
+from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.unpack import UNPACK
 from mjolnir.variant import Variant
 
@@ -96,7 +97,7 @@ def check_smem(geometry: Geometry, variant: Variant) -> None:
 
 
 def check_resources(variant: Variant, report: KernelReport) -> None:
-    geometry = Geometry.of(variant)
+    geometry = geometry_of(variant)
     assert report.static_smem_bytes <= RESERVED_SMEM
     check_smem(geometry, variant)
     warps = -(-geometry.ctas_per_sm * geometry.threads // WARP // 4)  # of the fullest partition
@@ -122,7 +123,7 @@ def test_kernel_is_made_of_what_it_says(variant, report_of):
     mma_dtype = UNPACK[variant.kv_format].mma_dtype
     for instruction in (*COMMON, f"F2FP.{mma_dtype.upper()}.F32.PACK_AB"):
         assert report.count(instruction) > 0, instruction
-    if Geometry.of(variant).wide is None:
+    if not geometry_of(variant).wide:
         assert report.count(MMA[mma_dtype]) > 0
         assert report.count("MOVM.16.MT88") > 0  # P turns in the warp
     else:
@@ -159,12 +160,12 @@ def test_every_arch_has_a_memory_size():
 @pytest.mark.parametrize("arch", SMEM_PER_SM)
 def test_ring_fits_the_arch(arch):
     for variant in all_variants(arch):
-        geometry = Geometry.of(variant)
+        geometry = geometry_of(variant)
         check_smem(geometry, variant)
         assert geometry.stages % geometry.kv_groups == 0, variant.name
         panels = max(geometry.k.panels, geometry.v.panels)
         assert 2 * panels * geometry.tile // 16 <= WARP, variant.name  # boxes of the smallest pages: a lane each
-    common = Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8))
+    common = geometry_of(Variant(arch, "fp8", "bf16", "bf16", 128, 8))
     assert common.stages * common.stage_bytes == 64 * KIB
     assert common.ctas_per_sm == (2 if SMEM_PER_SM[arch] > 2 * 64 * KIB else 1)
 
@@ -172,18 +173,18 @@ def test_ring_fits_the_arch(arch):
 @pytest.mark.parametrize("arch", SMEM_PER_SM)
 def test_halves_of_a_cta(arch):
     for variant in all_variants(arch):
-        geometry = Geometry.of(variant)
+        geometry = geometry_of(variant)
         whole = geometry.row_groups == 1 or geometry.crowd
         assert geometry.halves == (2 if geometry.ctas_per_sm == 2 and whole else 1), variant.name
         assert geometry.half_bytes % 1024 == 0 and 0 <= geometry.half_bytes - geometry.smem_bytes < 1024
         assert geometry.halves * geometry.threads <= 1024, variant.name
-    assert Geometry.of(Variant(arch, "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=1)).halves == 1
+    assert geometry_of(Variant(arch, "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=1)).halves == 1
 
 
 @pytest.mark.parametrize(("rows", "joined"), [(8, ""), (16, "panels")])
 def test_a_crowd(rows: int, joined: str) -> None:
     """Twelve consumer warps and four others share an SM's registers and its shared memory."""
-    geometry = Geometry.of(Variant("sm_90a", "e2m3", "bf16", "bf16", 128, rows, joined=joined, crowd=True))
+    geometry = geometry_of(Variant("sm_90a", "e2m3", "bf16", "bf16", 128, rows, joined=joined, crowd=True))
     assert (geometry.consumer_warps, geometry.halves * geometry.threads) == (6, 16 * 32)
     consumer, feeder = geometry.registers
     assert 12 * 32 * consumer + 4 * 32 * feeder <= 65536
@@ -202,12 +203,12 @@ def test_a_crowd(rows: int, joined: str) -> None:
 )
 def test_what_is_no_crowd(arch: str, kv_format: str, rows: int, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="six consumer warps are for eight rows of a head of 128 e2m3 elements"):
-        Geometry.of(Variant(arch, kv_format, "bf16", "bf16", 128, rows, crowd=True, **options))
+        geometry_of(Variant(arch, kv_format, "bf16", "bf16", 128, rows, crowd=True, **options))
 
 
 def test_too_many_ctas_for_an_sm_is_an_error():
     with pytest.raises(ValueError, match=r"decode_.*_c9: needs \d+ bytes of shared memory a CTA, of \d+ on an SM"):
-        Geometry.of(Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=9))
+        geometry_of(Variant("sm_90a", "fp8", "bf16", "bf16", 128, 8, ctas_per_sm=9))
 
 
 @pytest.mark.parametrize(
@@ -221,14 +222,14 @@ def test_too_many_ctas_for_an_sm_is_an_error():
 )
 def test_what_cannot_be_joined(kv_format: str, head_size: int, joined: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Geometry.of(Variant("sm_90a", kv_format, "bf16", "bf16", head_size, 8, joined=joined))
+        geometry_of(Variant("sm_90a", kv_format, "bf16", "bf16", head_size, 8, joined=joined))
 
 
 @pytest.mark.parametrize("rows", [32, 64])
 def test_what_takes_wgmma(rows: int) -> None:
     variant = Variant("sm_90a", "fp8", "bf16", "bf16", 128, rows)
-    assert Geometry.of(variant).wide is not None
-    assert Geometry.of(dataclasses.replace(variant, head_size=64, joined="heads")).wide is not None
+    assert geometry_of(variant).wide
+    assert geometry_of(dataclasses.replace(variant, head_size=64, joined="heads")).wide
     for other in (
         {"rows": 16},
         {"arch": "sm_100a"},
@@ -247,7 +248,7 @@ def test_what_takes_wgmma(rows: int) -> None:
 def test_consumer_warps_that_do_not_cover_whole_rows_are_refused(tuning: dict[str, int]) -> None:
     """One warp covers half a row of 256 elements: the epilogue would never end; three would write some of it twice."""
     with pytest.raises(ValueError, match="a head size of 256 takes a multiple of 2 consumer warps"):
-        Geometry.of(Variant("sm_90a", "bf16", "bf16", "bf16", 256, 8, **tuning))
+        geometry_of(Variant("sm_90a", "bf16", "bf16", "bf16", 256, 8, **tuning))
     for variant in all_variants(PROVEN_ARCHS[0]):
-        geometry = Geometry.of(variant)
+        geometry = geometry_of(variant)
         assert geometry.consumer_warps * WARP >= variant.head_size // 4, variant.name

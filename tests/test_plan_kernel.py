@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from mjolnir.backends.cute import CuteBackend  # noqa: E402
 from mjolnir.kernels import plan_kernel  # noqa: E402
-from mjolnir.kernels.geometry import UNSET, Geometry  # noqa: E402
+from mjolnir.kernels.choice import geometry_of  # noqa: E402
+from mjolnir.kernels.geometry import UNSET  # noqa: E402
 from mjolnir.signature import RunnerShape  # noqa: E402
 from mjolnir.tuning import Tuning  # noqa: E402
 
@@ -243,7 +244,7 @@ def test_plans_of_more_rows_have_more_partial_results() -> None:
 
 def test_pairs_are_for_ctas_that_have_halves(backend: CuteBackend) -> None:
     for q_len, halves in ((1, 2), (8, 1)):
-        assert Geometry.of(backend.variant(q_len, "bf16", False)).halves == halves
+        assert geometry_of(backend.variant(q_len, "bf16", False)).halves == halves
         assert backend.plan_buffer(q_len).shape.pairs == (halves == 2)
 
 

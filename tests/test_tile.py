@@ -21,8 +21,8 @@ if dsl_missing_reason():
 from warp import LANE, G, T, Warp
 
 from mjolnir.kernels import ptx
+from mjolnir.kernels.choice import geometry_of
 from mjolnir.kernels.epilogue import Epilogue
-from mjolnir.kernels.geometry import Geometry
 from mjolnir.kernels.lanes import exchange_place, k_loads, position_of, token_of, v_loads
 from mjolnir.kernels.operand import Operand
 from mjolnir.kernels.tile import TileMath
@@ -87,7 +87,7 @@ def test_scores_and_output(
         pytest.skip("two heads have 16 rows, a crowd 8")
     crowd, joined = joined == "crowd", "" if joined == "crowd" else joined
     variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, crowd=crowd, joined=joined)
-    geo = Geometry.of(variant)
+    geo = geometry_of(variant)
     first = part * geo.warp_tile
     gen = torch.Generator().manual_seed(head_size + rows)
     k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)
@@ -207,7 +207,7 @@ def test_rows_of_s_are_a_permutation_of_each_eight_tokens(name: str, head_size: 
 @pytest.mark.parametrize("name", sorted({name for pair in PAIRS for name in pair}))
 def test_the_exchange_buffer_holds_each_element_once_and_few_conflicts(name: str, head_size: int) -> None:
     """O as ``accumulate`` leaves it, read by threads that stand on four neighbouring elements each."""
-    geo = Geometry.of(Variant("sm_90a", name, "bf16", "bf16", head_size, 8))
+    geo = geometry_of(Variant("sm_90a", name, "bf16", "bf16", head_size, 8))
     v = geo.v
     run, per_panel = v.panel_elems // 8, geo.m_tiles // v.panels
     places = np.full(head_size, -1)
@@ -235,7 +235,7 @@ def test_rows_of_q_reach_their_lanes(monkeypatch: pytest.MonkeyPatch, name: str,
     if joined and (name, head_size) != ("fp8", 64):
         pytest.skip("no such kernel")
     variant = Variant("sm_90a", name, "bf16", "bf16", head_size, 8, joined=joined)
-    geo = Geometry.of(variant)
+    geo = geometry_of(variant)
     warp = Warp(8 * head_size * 2)
     warp.install(monkeypatch)
     math = TileMath(variant, geo)

@@ -19,7 +19,8 @@ from test_tile import lay_out, phases, random_rows
 from warp import LANE, G, T, Warp, Wgmma, jit_method, packed
 
 from mjolnir.kernels import wgmma
-from mjolnir.kernels.geometry import WARPGROUP, WIDE, Geometry
+from mjolnir.kernels.choice import WIDE, geometry_of
+from mjolnir.kernels.geometry import WARPGROUP
 from mjolnir.kernels.wgmma import K_STEP
 from mjolnir.kernels.wide import WideConsumer
 from mjolnir.variant import Variant
@@ -30,8 +31,8 @@ FORMATS = [("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("fp8", "fp8_e5m2")]
 def consumer_of(k_name: str, v_name: str, rows: int) -> WideConsumer:
     v_format = "" if v_name == k_name else v_name
     variant = Variant("sm_90a", k_name, "bf16", "bf16", 128, rows, v_format=v_format)
-    geo = Geometry.of(variant)
-    assert geo.wide == WIDE[rows]
+    geo = geometry_of(variant)
+    assert geo.wide and geo.stages == WIDE[rows].stages
     return WideConsumer(variant, geo)
 
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from mjolnir.compiler import kernel_cache
-from mjolnir.kernels.geometry import UNSET, Geometry, takes_crowd
+from mjolnir.kernels.choice import geometry_of, takes_crowd
+from mjolnir.kernels.geometry import UNSET
 from mjolnir.kernels.launch_args import LaunchArgs
 from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
@@ -107,7 +108,7 @@ class CuteBackend:
         """The buffer of this q_len, made when first asked for; so are the partial results of its row class."""
         buffer = self._plan_buffers.get(q_len)
         if buffer is None:
-            geometry = Geometry.of(self.variant(q_len, "bf16", False))
+            geometry = geometry_of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
             heads = -(-self.shape.num_kv_heads // geometry.heads_per_item)
             shape = plan_shape(self.tuning, num_ctas, heads, self.max_num_seqs, geometry.halves == 2)
@@ -182,7 +183,7 @@ class CuteBackend:
         """The kernel, and its arguments that the caller's tensors decide by their layouts alone."""
         variant = self.variant(q_len, signature.q_dtype, signature.needs_q_split)
         kernel = self.obtain(variant)
-        geometry = Geometry.of(variant)
+        geometry = geometry_of(variant)
         buffer = self.plan_buffer(q_len)
         args = LaunchArgs(
             buffer.device.data_ptr(),

@@ -23,8 +23,9 @@ from cutlass import Float32, Int32, Int64
 
 from mjolnir.kernels import ptx
 from mjolnir.kernels.args import BlockScales, DecodeArgs, read_launch_args
+from mjolnir.kernels.choice import geometry_of
 from mjolnir.kernels.consumer import Consumer
-from mjolnir.kernels.geometry import WARP, Geometry
+from mjolnir.kernels.geometry import WARP
 from mjolnir.kernels.producer import Producer
 from mjolnir.kernels.scale_copier import ScaleCopier
 from mjolnir.kernels.wide import WideConsumer
@@ -42,7 +43,7 @@ class DecodeKernel:
 
     def __init__(self, variant: Variant):
         self.variant = variant
-        self.geo = Geometry.of(variant)
+        self.geo = geometry_of(variant)
         self.producer = Producer(variant, self.geo)
         self.consumer = (WideConsumer if self.geo.wide else Consumer)(variant, self.geo)
         self.scale_copier = ScaleCopier(variant, self.geo)
@@ -233,13 +234,10 @@ class DecodeKernel:
 
     @cute.jit
     def role(self, warp):
-        """(half, warp of the half). Warps that trade registers do so four at a time: of a crowd the consumers of both
-        halves come first."""
+        """(half, warp of the half)."""
         geo = self.geo
-        warps = geo.threads // WARP
-        half, of_half = warp // warps, warp % warps
+        half, of_half = warp // geo.half_warps, warp % geo.half_warps
         if cutlass.const_expr(geo.crowd):
-            half, of_half = warp // geo.consumer_warps, warp % geo.consumer_warps
             feeder = warp - geo.halves * geo.consumer_warps
             if feeder >= 0:
                 half, of_half = feeder // geo.feeding_warps, geo.consumer_warps + feeder % geo.feeding_warps

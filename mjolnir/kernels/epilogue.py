@@ -68,8 +68,7 @@ class Epilogue:
         self.own_rows = args.q_len * args.group  # of a head, or of two that are one
         self.live_rows = geo.sides * self.own_rows
         self.v_unscale = UNPACK[variant.v_format or variant.kv_format].unscale
-        # Those of a crowd come before all other threads.
-        threads = geo.consumer_warps * WARP if geo.crowd else geo.threads
+        threads = geo.half_warps * WARP
         half = Int32(ptx.thread_index() >= threads) if geo.halves == 2 else Int32(0)
         thread = ptx.thread_index() - half * threads
         self.is_first, self.lane = thread == 0, thread & WARP - 1
