@@ -46,7 +46,12 @@ VLLM_SHADOW = Knob(
     "N: check every Nth decode step against the oracle, slowly and without full CUDA graphs: unset or 0 = never",
 )
 
-KNOBS: tuple[Knob, ...] = (KERNEL_CACHE, COMMIT, VLLM_FALLBACK, VLLM_SHADOW)
+VLLM_SCALES = Knob(
+    "MJOLNIR_VLLM_SCALES",
+    "scales file (mjolnir calibrate) for caches that Mjolnir writes: e2m3 needs one, nvfp4 has vLLM's scales without",
+)
+
+KNOBS: tuple[Knob, ...] = (KERNEL_CACHE, COMMIT, VLLM_FALLBACK, VLLM_SHADOW, VLLM_SCALES)
 
 
 def kernel_cache_folder() -> Path | None:

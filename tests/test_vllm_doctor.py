@@ -152,3 +152,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert "vLLM" not in json.loads(plain.output)
     missing = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "none")])
     assert missing.exit_code == 2 and "config.json" in missing.output
+
+
+def test_scales_of_caches_that_mjolnir_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    def scales(kv_cache_dtype: str) -> str | None:
+        report = doctor.describe(CUTE, "", model=tmp_path, kv_cache_dtype=kv_cache_dtype)
+        found: str | None = report.get("scales")
+        return found
+
+    monkeypatch.delenv("MJOLNIR_VLLM_SCALES", raising=False)
+    assert scales("fp8") is None
+    assert scales("nvfp4") == "vLLM's, one a layer"
+    assert scales("e2m3") == "none, and e2m3 needs them: set MJOLNIR_VLLM_SCALES"
+    path = tmp_path / "scales.json"
+    monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(path))
+    assert str(scales("e2m3")).startswith("the server will stop: ") and "scales.json" in str(scales("e2m3"))
+    sides = {"k_amax": [1.0] * 8, "v_amax": [1.0] * 8}
+    file = {"kind": "mjolnir-kv-scales", "version": 1, "num_kv_heads": 8, "head_size": 128, "layers": {"0": sides}}
+    path.write_text(json.dumps(file))
+    assert scales("e2m3") == f"{path}: 1 layers, 8 KV heads of 128"

@@ -38,9 +38,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata  # noqa: E402
 from vllm.v1.worker.utils import AttentionGroup, select_common_block_size  # noqa: E402
 
-from mjolnir.integrations.vllm import nvfp4, plugin  # noqa: E402
+from mjolnir.integrations.vllm import own_cache, plugin  # noqa: E402
 from mjolnir.integrations.vllm.builder import STEP  # noqa: E402
 from mjolnir.integrations.vllm.counters import COUNTERS  # noqa: E402
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES  # noqa: E402
 from mjolnir.verify.compare import ROW_TOLERANCE, row_errors  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, PAGES = 4, 2, 64, 16, 40
@@ -48,6 +49,7 @@ FP8_QUERY_ERROR, BF16_COPY_ERROR = 0.08, 4e-3
 OWN_HOOKS = ("get_name", "get_builder_cls", "get_impl_cls", "get_supported_kernel_block_sizes",
              "supports_kv_cache_dtype", "get_kv_cache_shape", "customize_spec")  # fmt: skip
 HAS_NEW_NAMES = hasattr(AttentionBackendEnum, "register")
+OWN_DTYPES = OWN_NAMES if HAS_NEW_NAMES else ("nvfp4",)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture
+def scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str) -> None:
+    """For e2m3 a scales file of both layers, per channel: powers of two, so that 16-bit copies are exact."""
+    if kv_cache_dtype != "e2m3":
+        return
+    amax = [[7.5 * 2.0 ** (channel % 3 - 1) for channel in range(HEAD_SIZE)]] * KV_HEADS
+    sides = {"k_amax": amax, "v_amax": amax}
+    file = {"kind": "mjolnir-kv-scales", "version": 1, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+    (tmp_path / "scales.json").write_text(json.dumps(file | {"layers": {"0": sides, "1": sides}}))
+    monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(tmp_path / "scales.json"))
+    monkeypatch.setattr("mjolnir.integrations.vllm.compat.tensor_parallel", lambda: (0, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +144,7 @@ class Served:
         finally:
             torch.set_default_dtype(dtype)
         self.builder = self.group.get_metadata_builder(0)
-        row = nvfp4.row_bytes(HEAD_SIZE) if kv_cache_dtype == "nvfp4" else 2 * HEAD_SIZE
+        row = own_cache.row_bytes(kv_cache_dtype, HEAD_SIZE) if kv_cache_dtype in OWN_NAMES else 2 * HEAD_SIZE
         for layer in self.layers.values():
             layer.kv_cache = torch.zeros(PAGES, KV_HEADS, PAGE, row, dtype=layer.kv_cache_torch_dtype)
             layer.impl.vllm_flash_attn_version = 3
@@ -179,13 +194,14 @@ class Served:
         return worst
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "auto", "nvfp4"])
-def test_a_served_batch(model: Path, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "auto", *OWN_DTYPES])
+def test_a_served_batch(model: Path, scales: None, kv_cache_dtype: str) -> None:
     """Prefill, decode, drafts of unequal lengths, a prefill beside decodes, padding: vLLM's layers, through vLLM's ops,
     over a cache that the fallback wrote."""
     served = Served(model, kv_cache_dtype, drafts=2)
     assert all(layer.query_quant is None for layer in served.layers.values())
-    rest_limit = {"fp8": FP8_QUERY_ERROR, "nvfp4": BF16_COPY_ERROR}.get(kv_cache_dtype, ROW_TOLERANCE)
+    copies = dict.fromkeys(OWN_NAMES, BF16_COPY_ERROR)
+    rest_limit = ({"fp8": FP8_QUERY_ERROR} | copies).get(kv_cache_dtype, ROW_TOLERANCE)
     for query_lens, padding, path in (
         ([20, 5], 0, "fallback: no request with at most 3 query tokens leads the step"),
         ([1, 1], 0, "decode"),
@@ -200,9 +216,10 @@ def test_a_served_batch(model: Path, kv_cache_dtype: str) -> None:
         assert ours <= ROW_TOLERANCE and rest <= rest_limit
 
 
-def test_vllm_allocates_the_pages_of_nvfp4(model: Path) -> None:
-    served = Served(model, "nvfp4")
-    spec, page = served.spec, PAGE * KV_HEADS * nvfp4.row_bytes(HEAD_SIZE)
+@pytest.mark.parametrize("kv_cache_dtype", OWN_DTYPES)
+def test_vllm_allocates_the_pages_of_our_own_caches(model: Path, scales: None, kv_cache_dtype: str) -> None:
+    served = Served(model, kv_cache_dtype)
+    spec, page = served.spec, PAGE * KV_HEADS * own_cache.row_bytes(kv_cache_dtype, HEAD_SIZE)
     if HAS_NEW_NAMES:
         spec = served.backend.customize_spec(spec)
         assert served.backend.customize_spec(spec) == spec
@@ -210,8 +227,8 @@ def test_vllm_allocates_the_pages_of_nvfp4(model: Path) -> None:
         assert plain.backend.customize_spec(plain.spec) == plain.spec
     else:
         fallback, sizes = flash_attn.FlashAttentionBackend, (9, PAGE, KV_HEADS, HEAD_SIZE)
-        assert math.prod(served.backend.get_kv_cache_shape(*sizes, cache_dtype_str="nvfp4")) == 9 * page
-        assert served.backend.get_kv_cache_block_dim(*sizes[1:], cache_dtype_str="nvfp4") == 0
+        assert math.prod(served.backend.get_kv_cache_shape(*sizes, cache_dtype_str=kv_cache_dtype)) == 9 * page
+        assert served.backend.get_kv_cache_block_dim(*sizes[1:], cache_dtype_str=kv_cache_dtype) == 0
         assert served.backend.get_kv_cache_shape(*sizes) == fallback.get_kv_cache_shape(*sizes)
     assert spec.page_size_bytes == page
 

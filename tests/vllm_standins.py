@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from mjolnir.formats import get_format
-from mjolnir.integrations.vllm import nvfp4
+from mjolnir.integrations.vllm import own_cache
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES
 from mjolnir.reference import decode_attention_oracle
 
 FP8 = torch.float8_e4m3fn
@@ -140,7 +141,7 @@ class Backend:
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype != "nvfp4"
+        return kv_cache_dtype not in OWN_NAMES
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
@@ -171,6 +172,8 @@ class BackendEnum(enum.Enum):
 
 
 OVERRIDES: dict[Any, str] = {}
+RANK = [0, 1]
+"""Of tensor parallelism, of how many."""
 
 
 def scaled_fp8_quant(
@@ -183,11 +186,16 @@ def scaled_fp8_quant(
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins where Mjolnir imports vLLM from."""
     OVERRIDES.clear()
+    RANK[:] = [0, 1]
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm._custom_ops": {"scaled_fp8_quant": scaled_fp8_quant},
+        "vllm.distributed": {
+            "get_tensor_model_parallel_rank": lambda: RANK[0],
+            "get_tensor_model_parallel_world_size": lambda: RANK[1],
+        },
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backends": {},
@@ -247,11 +255,12 @@ def make_layer(
         torch.set_default_dtype(dtype)
     gen = torch.Generator().manual_seed(seed)
     cache = torch.randn(num_pages, num_kv_heads, page_size, 2 * head_size, generator=gen)
-    if kv_cache_dtype == "nvfp4":
-        cache = torch.zeros(num_pages, num_kv_heads, page_size, 2 * (head_size // 2 + head_size // 16)).byte()
+    if kv_cache_dtype in OWN_NAMES:
+        row = {"nvfp4": head_size // 2 + head_size // 16, "e2m3": head_size * 3 // 4}[kv_cache_dtype]
+        cache = torch.zeros(num_pages, num_kv_heads, page_size, 2 * row).byte()
     else:
         cache = cache.to(FP8).view(torch.uint8) if kv_cache_dtype == "fp8" else cache.bfloat16()
-    scales = (0.03, 0.5, 2.0) if kv_cache_dtype in ("fp8", "nvfp4") else (1.0, 1.0, 1.0)
+    scales = (0.03, 0.5, 2.0) if kv_cache_dtype in ("fp8", *OWN_NAMES) else (1.0, 1.0, 1.0)
     return Layer(name, backend, impl, head_size, kv_cache_dtype, cache, *(torch.tensor(scale) for scale in scales))
 
 
@@ -315,18 +324,19 @@ def attend(layer: Layer, metadata: Any, query: torch.Tensor) -> torch.Tensor:
 def expected(layer: Layer, common: CommonAttentionMetadata, query: torch.Tensor) -> torch.Tensor:
     """fp64, of all tokens of live requests."""
     k_blocks = v_blocks = None
-    if layer.kv_cache_dtype == "nvfp4":
-        k_cache, v_cache, k_blocks, v_blocks = nvfp4.split(layer.kv_cache, layer.head_size)
+    scales = getattr(layer.impl, "mjolnir_scales", None) or own_cache.scales_of_vllm(layer)
+    if layer.kv_cache_dtype in OWN_NAMES:
+        k_cache, v_cache, k_blocks, v_blocks = own_cache.split(layer.kv_cache, layer.kv_cache_dtype, layer.head_size)
     else:
         k_cache, v_cache = layer.kv_cache.transpose(1, 2).split(layer.head_size, dim=-1)
     fmt = {"auto": "bf16"}.get(layer.kv_cache_dtype, layer.kv_cache_dtype)
     starts = common.query_start_loc_cpu.tolist()
     parts = [
         decode_attention_oracle(
-            query[start:end], k_cache, v_cache, layer._k_scale, layer._v_scale,
+            query[start:end], k_cache, v_cache, scales.k_scale, scales.v_scale,
             common.block_table_tensor[request : request + 1], common.seq_lens[request : request + 1],
             q_len=end - start, softmax_scale=layer.impl.scale, kv_format=fmt,
-            k_block_scale=k_blocks, v_block_scale=v_blocks,
+            k_block_scale=k_blocks, v_block_scale=v_blocks, q_mul=scales.q_mul, o_mul=scales.o_mul,
         )[0]
         for request, (start, end) in enumerate(itertools.pairwise(starts))
         if end > start

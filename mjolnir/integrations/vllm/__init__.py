@@ -10,7 +10,7 @@ decoder.py      the runners and plans of one metadata builder
 steps.py        which requests of a step decode
 eligibility.py  which layers can run here, and why not
 counters.py     steps by path and reason
-nvfp4.py        nvfp4 caches: pages, write, copies for prefill
+own_cache.py    nvfp4 and e2m3 caches: pages, scales, write, copies for prefill
 log.py          its logger
 shadow.py       every Nth decode step against the oracle
 doctor.py       what would be used, for ``mjolnir doctor --vllm``

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mjolnir.integrations.vllm import compat, nvfp4
+from mjolnir.integrations.vllm import compat, own_cache
 from mjolnir.integrations.vllm.builder import DecodeBuilder
-from mjolnir.integrations.vllm.eligibility import NVFP4_NAME
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES
 from mjolnir.integrations.vllm.impl import DecodeImpl
 
 
 class BackendNames:
-    """Mixin in front of a backend of vLLM's: its name and the sizes that blocks are cut into differ, and nvfp4 caches
+    """Mixin in front of a backend of vLLM's: its name and the sizes that blocks are cut into differ, and some caches
     are Mjolnir's own; what else it supports is the fallback's to say."""
 
     mjolnir_class: Any = None  # the class itself: vLLM derives from backends to rewrite what they are told
@@ -32,7 +32,7 @@ class BackendNames:
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype == NVFP4_NAME or bool(super().supports_kv_cache_dtype(kv_cache_dtype))  # type: ignore[misc]
+        return kv_cache_dtype in OWN_NAMES or bool(super().supports_kv_cache_dtype(kv_cache_dtype))  # type: ignore[misc]
 
     @classmethod
     def get_kv_cache_shape(
@@ -44,8 +44,8 @@ class BackendNames:
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """Until 0.26."""
-        if cache_dtype_str == NVFP4_NAME:
-            return (num_blocks, num_kv_heads, block_size, nvfp4.row_bytes(head_size))
+        if cache_dtype_str in OWN_NAMES:
+            return (num_blocks, num_kv_heads, block_size, own_cache.row_bytes(cache_dtype_str, head_size))
         shape: tuple[int, ...] = super().get_kv_cache_shape(  # type: ignore[misc]
             num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
         )
@@ -54,8 +54,9 @@ class BackendNames:
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """From 0.33 on: the bytes of a row, where vLLM would not know them."""
-        if spec.kv_quant_mode.is_nvfp4 and spec.state_content_bytes is None:
-            return dataclasses.replace(spec, state_content_bytes=nvfp4.row_bytes(spec.head_size))
+        own = compat.own_cache_dtype(spec.kv_quant_mode)
+        if own is not None and spec.state_content_bytes is None:
+            return dataclasses.replace(spec, state_content_bytes=own_cache.row_bytes(own, spec.head_size))
         return super().customize_spec(spec)  # type: ignore[misc]
 
     @classmethod

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from mjolnir import env
-from mjolnir.integrations.vllm import compat, counters
+from mjolnir.calibration.scales_file import ScalesFile
+from mjolnir.integrations.vllm import compat, counters, own_cache
 from mjolnir.integrations.vllm.decoder import GroupDecoder, Step
-from mjolnir.integrations.vllm.eligibility import NVFP4_NAME, LayerShape, why_not_pages
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES, LayerShape, why_not_pages
 from mjolnir.integrations.vllm.log import logger
 from mjolnir.integrations.vllm.steps import DecodePart, decode_part
 
@@ -152,11 +153,14 @@ def _make_decoder(
             reason = f"no kernel: {type(error).__name__}: {error}"
             against.setdefault(reason, []).extend(name for names in shapes.values() for name in names)
             shapes = {}
-    if any(layer.kv_cache_dtype == NVFP4_NAME for layer in layers.values() if hasattr(layer, "kv_cache_dtype")):
+    own = {name: layer for name, layer in layers.items() if getattr(layer, "kv_cache_dtype", None) in OWN_NAMES}
+    if own:
         # The fallback could attend to copies, but a graph of it would hold copies of the longest sequences there are.
         if against or decoder is None or decoder.max_q_len < 1 + compat.speculative_tokens(vllm_config):
             reasons = "; ".join(against) or f"{1 + compat.speculative_tokens(vllm_config)} query tokens per request"
-            raise ValueError(f"only Mjolnir reads nvfp4 caches here, and it cannot decode every layer: {reasons}")
+            dtype = next(iter(own.values())).kv_cache_dtype
+            raise ValueError(f"only Mjolnir reads {dtype} caches here, and it cannot decode every layer: {reasons}")
+        _read_scales(own, device)
     for reason, names in against.items():
         for name in names:
             if hasattr(layers[name].impl, "mjolnir_reason"):
@@ -171,6 +175,23 @@ def _make_decoder(
             logging.INFO, f"{_names(names)} decode on Mjolnir ({shape}, {pages}), else on {compat.fallback_name()}"
         )
     return decoder, bool(shapes) and not against
+
+
+def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
+    """Give layers with caches of Mjolnir's own their scales, before any graph is captured.
+
+    Raises:
+        OSError: the scales file cannot be read.
+        ValueError: it is none, or does not fit a layer.
+    """
+    path = env.VLLM_SCALES.read()
+    if path is None:
+        return
+    file = ScalesFile.load(path)
+    rank, ranks = compat.tensor_parallel()
+    for name, layer in layers.items():
+        shape = layer.impl.mjolnir_shape
+        layer.impl.mjolnir_scales = own_cache.scales_of_layer(file, name, shape, rank, ranks, device)
 
 
 def _why_not_layer(layer: Any) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from mjolnir import env
 from mjolnir.integrations.vllm.eligibility import LayerShape
-from mjolnir.integrations.vllm.plugin import OWN_NAME
+from mjolnir.integrations.vllm.plugin import E2M3_NAME, OWN_NAME
 from mjolnir.layouts import KVLayout, detect_kv_layout
 from mjolnir.runner import PAGE_SIZES
 
@@ -108,6 +108,21 @@ def engine_reasons(vllm_config: Any, impl: Any, fallback: Any) -> tuple[str, ...
         "a fallback that writes the cache inside its attention": fallback.forward_includes_kv_cache_update,
     }
     return tuple(reason for reason, holds in found.items() if holds)
+
+
+def own_cache_dtype(kv_quant_mode: Any) -> str | None:
+    """The cache dtype of Mjolnir's own that a ``KVQuantMode`` of vLLM's means; None where it means another. There is
+    one that its backend manages, and of those Mjolnir registers e2m3."""
+    if getattr(kv_quant_mode, "is_nvfp4", False):
+        return "nvfp4"
+    return E2M3_NAME if getattr(kv_quant_mode, "is_custom_mode", False) else None
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """This process's rank, of how many."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def speculative_tokens(vllm_config: Any) -> int:

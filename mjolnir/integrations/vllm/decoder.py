@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mjolnir.backends import REFERENCE
-from mjolnir.integrations.vllm import nvfp4
-from mjolnir.integrations.vllm.eligibility import LayerShape
+from mjolnir.integrations.vllm import own_cache
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES, LayerShape
 from mjolnir.integrations.vllm.steps import DecodePart, ragged_rows
 from mjolnir.runner import DecodeRunner, StepPlan
 
@@ -71,7 +71,7 @@ class GroupDecoder:
                 max_num_seqs=max_num_seqs,
                 max_q_len=self.max_q_len,
                 kv_format=shape.kv_format,
-                kv_layout=nvfp4.KV_LAYOUT if shape.kv_format == "nvfp4" else None,  # vLLM's own rows hold K and V
+                kv_layout=own_cache.KV_LAYOUT if shape.kv_format in OWN_NAMES else None,  # vLLM's own rows hold K and V
                 device=device,
             )
             for shape in shapes

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from mjolnir import env
 from mjolnir.backends import CUTE
+from mjolnir.calibration.scales_file import ScalesFile
 from mjolnir.checks import check_positive_int
 from mjolnir.integrations.vllm import compat, plugin
-from mjolnir.integrations.vllm.eligibility import LayerFacts, why_not
+from mjolnir.integrations.vllm.eligibility import OWN_NAMES, LayerFacts, why_not
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NUMBER = (int, float)
@@ -50,7 +52,22 @@ def describe(
     if model is not None:
         for line, count in _layers(model, kv_cache_dtype, tensor_parallel, backend == CUTE).items():
             report.setdefault("layers", {})[line] = count
+        if kv_cache_dtype in OWN_NAMES:
+            report["scales"] = _scales(kv_cache_dtype)
     return report
+
+
+def _scales(kv_cache_dtype: str) -> str:
+    """Of a cache that Mjolnir writes."""
+    path = env.VLLM_SCALES.read()
+    if path is None:
+        needed = kv_cache_dtype == plugin.E2M3_NAME
+        return f"none, and e2m3 needs them: set {env.VLLM_SCALES.name}" if needed else "vLLM's, one a layer"
+    try:
+        file = ScalesFile.load(path)
+    except (OSError, ValueError) as error:
+        return f"the server will stop: {error}"
+    return f"{path}: {len(file.layers)} layers, {file.num_kv_heads} KV heads of {file.head_size}"
 
 
 def _version() -> str:

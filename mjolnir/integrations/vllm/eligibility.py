@@ -11,7 +11,8 @@ from mjolnir.signature import DTYPE_NAMES
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
 FP8_NAMES = ("fp8", "fp8_e4m3")
-NVFP4_NAME = "nvfp4"
+OWN_NAMES = ("nvfp4", "e2m3")
+"""Cache dtypes that Mjolnir writes itself, called as its formats; vLLM takes e2m3 from 0.33 on."""
 HALF_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,8 +78,8 @@ def kv_format_of(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
     """Mjolnir's name of vLLM's cache dtype for a model of ``dtype``; None where there is none."""
     if kv_cache_dtype in FP8_NAMES:
         return "fp8"
-    if kv_cache_dtype == NVFP4_NAME:
-        return "nvfp4"
+    if kv_cache_dtype in OWN_NAMES:
+        return kv_cache_dtype
     if kv_cache_dtype == "auto":
         return DTYPE_NAMES.get(dtype)
     # Queries and a 16-bit cache have one dtype in every vLLM backend.

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from mjolnir.integrations.vllm import compat, nvfp4, shadow
+from mjolnir import env
+from mjolnir.calibration.scales import LayerScales
+from mjolnir.integrations.vllm import compat, own_cache, shadow
 from mjolnir.integrations.vllm.builder import STEP
 from mjolnir.integrations.vllm.decoder import Step
-from mjolnir.integrations.vllm.eligibility import FP8_NAMES, NVFP4_NAME, LayerFacts, LayerShape, why_not
+from mjolnir.integrations.vllm.eligibility import FP8_NAMES, OWN_NAMES, LayerFacts, LayerShape, why_not
+from mjolnir.integrations.vllm.plugin import E2M3_NAME
 from mjolnir.layouts import split_kv_cache
 
 
@@ -22,6 +25,7 @@ class DecodeImpl:
     Attributes:
         mjolnir_reason: why the layer cannot decode here; None where it can. The builder knows more and may set it.
         mjolnir_shape: of the runner it needs; None where it cannot decode here.
+        mjolnir_scales: of a cache of Mjolnir's own, from a scales file; None: vLLM's.
     """
 
     fallback: Any = None  # the backend class underneath
@@ -40,8 +44,8 @@ class DecodeImpl:
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
-        # Over an nvfp4 cache the fallback attends to 16-bit copies of its pages.
-        fallback_dtype = "auto" if kv_cache_dtype == NVFP4_NAME else kv_cache_dtype
+        # Over a cache of Mjolnir's own the fallback attends to 16-bit copies of its pages.
+        fallback_dtype = "auto" if kv_cache_dtype in OWN_NAMES else kv_cache_dtype
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, fallback_dtype,  # type: ignore[call-arg]
             logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra,
@@ -63,14 +67,22 @@ class DecodeImpl:
             engine=compat.engine_reasons(get_current_vllm_config_or_none(), self, self.fallback),
         )
         self.mjolnir_reason = why_not(facts)
-        if kv_cache_dtype == NVFP4_NAME and self.mjolnir_reason is not None:
-            raise ValueError(f"only Mjolnir reads nvfp4 caches here, and not for this layer: {self.mjolnir_reason}")
+        if kv_cache_dtype in OWN_NAMES and self.mjolnir_reason is not None:
+            raise ValueError(
+                f"only Mjolnir reads {kv_cache_dtype} caches here, and not for this layer: {self.mjolnir_reason}"
+            )
+        if kv_cache_dtype == E2M3_NAME and env.VLLM_SCALES.read() is None:
+            raise ValueError(
+                f"an e2m3 cache needs scales, for its codes end at 7.5: {env.VLLM_SCALES.name} must name a scales "
+                "file, which mjolnir calibrate makes"
+            )
         self.mjolnir_shape: LayerShape | None = None if self.mjolnir_reason else facts.shape()
+        self.mjolnir_scales: LayerScales | None = None
         self._quantises_query = False
         if self.mjolnir_shape is not None:
             self._quantises_query = bool(self.supports_quant_query_input) and kv_cache_dtype in FP8_NAMES
             self.supports_quant_query_input = False  # read once, by the layer that owns this
-        self._views: tuple[torch.Tensor, nvfp4.Views] | None = None
+        self._views: tuple[torch.Tensor, own_cache.Views] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Not where the layer can decode here: Mjolnir writes O in the model's dtype."""
@@ -81,9 +93,10 @@ class DecodeImpl:
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """The fallback's, except into nvfp4 caches."""
-        if self._is_nvfp4():
-            nvfp4.write(self._split(kv_cache, kv_cache.shape[2]), layer, key, value, slot_mapping)
+        """The fallback's, except into caches of Mjolnir's own."""
+        if self._owns_cache():
+            views, scales = self._split(kv_cache, kv_cache.shape[2]), self._own_scales(layer)
+            own_cache.write(views, self._shape().kv_format, scales, key, value, slot_mapping)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
@@ -128,17 +141,20 @@ class DecodeImpl:
     ) -> None:
         plan = step.plans[self.mjolnir_shape]  # type: ignore[index]
         views = self._split(kv_cache, plan.runner.page_size)
-        k_scale, v_scale = self._scales(layer, step)
+        scales = self._scales(layer, step)
         rows, result = query, output
         if step.gather is not None:
             rows = query.index_select(0, step.gather)
             result = torch.empty_like(rows)
         plan.runner.run(
-            plan, rows, result, views.k, views.v, k_scale, v_scale, self.scale,
-            k_block_scale=views.k_blocks, v_block_scale=views.v_blocks,
+            plan, rows, result, views.k, views.v, scales.k_scale, scales.v_scale, self.scale,
+            q_mul=scales.q_mul, o_mul=scales.o_mul, k_block_scale=views.k_blocks, v_block_scale=views.v_blocks,
         )  # fmt: skip
         if step.is_shadowed:
-            shadow.check(plan, rows, result, views, k_scale, v_scale, self.scale, layer.layer_name)
+            shadow.check(
+                plan, rows, result, views, scales.k_scale, scales.v_scale, self.scale, layer.layer_name,
+                scales.q_mul, scales.o_mul,
+            )  # fmt: skip
         if step.scatter is not None:
             torch.index_select(result, 0, step.scatter, out=output[: step.part.num_tokens])
 
@@ -155,38 +171,42 @@ class DecodeImpl:
         if self._quantises_query and attn_metadata is not None:
             self.supports_quant_query_input = True
             query = compat.quantise_query(query, layer)
-        if self._is_nvfp4() and attn_metadata is not None:
+        if self._owns_cache() and attn_metadata is not None:
             views = self._split(kv_cache, kv_cache.shape[2])
-            kv_cache, attn_metadata = nvfp4.expand(views, layer, self._shape(), attn_metadata)
-            layer = nvfp4.unscaled(layer, kv_cache.device)
+            kv_cache, attn_metadata = own_cache.expand(views, self._own_scales(layer), self._shape(), attn_metadata)
+            layer = own_cache.unscaled(layer, kv_cache.device)
         out: torch.Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, *more)  # type: ignore[misc]
         return out
 
-    def _is_nvfp4(self) -> bool:
-        return self.mjolnir_shape is not None and self.mjolnir_shape.kv_format == "nvfp4"
+    def _owns_cache(self) -> bool:
+        return self.mjolnir_shape is not None and self.mjolnir_shape.kv_format in OWN_NAMES
+
+    def _own_scales(self, layer: Any) -> LayerScales:
+        """Of a cache of Mjolnir's own: the scales file's, which the builder has read, or vLLM's."""
+        return self.mjolnir_scales or own_cache.scales_of_vllm(layer)
 
     def _shape(self) -> LayerShape:
         if self.mjolnir_shape is None:
             raise RuntimeError(f"the layer does not decode here: {self.mjolnir_reason}")
         return self.mjolnir_shape
 
-    def _split(self, kv_cache: torch.Tensor, page_size: int) -> nvfp4.Views:
+    def _split(self, kv_cache: torch.Tensor, page_size: int) -> own_cache.Views:
         """K and V of the layer's cache, made once."""
         if self._views is None or self._views[0] is not kv_cache:
             shape = self._shape()
-            if self._is_nvfp4():
-                views = nvfp4.split(kv_cache, shape.head_size)
+            if self._owns_cache():
+                views = own_cache.split(kv_cache, shape.kv_format, shape.head_size)
             else:
                 layout = compat.cache_layout(kv_cache, shape, page_size)
-                views = nvfp4.Views(*split_kv_cache(kv_cache, layout, shape.head_size))
+                views = own_cache.Views(*split_kv_cache(kv_cache, layout, shape.head_size))
             self._views = kv_cache, views
         return self._views[1]
 
-    def _scales(self, layer: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's descales. vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
+    def _scales(self, layer: Any, step: Step) -> LayerScales:
+        """vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
         if self._shape().kv_format in ("bf16", "fp16"):
-            return step.one, step.one
-        return layer._k_scale, layer._v_scale
+            return LayerScales(step.one, step.one, step.one, step.one, None, None)
+        return self._own_scales(layer)
 
     # What the fallback's class brings.
     scale: float

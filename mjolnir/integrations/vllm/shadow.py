@@ -11,7 +11,7 @@ import torch
 
 from mjolnir.integrations.vllm.counters import COUNTERS
 from mjolnir.integrations.vllm.log import logger
-from mjolnir.integrations.vllm.nvfp4 import Views
+from mjolnir.integrations.vllm.own_cache import Views
 from mjolnir.reference import decode_attention_oracle
 from mjolnir.runner import StepPlan
 from mjolnir.verify.compare import compare
@@ -31,6 +31,8 @@ def check(
     v_scale: torch.Tensor,
     softmax_scale: float,
     layer_name: str,
+    q_mul: torch.Tensor | None = None,
+    o_mul: torch.Tensor | None = None,
 ) -> None:
     """Compare what ``DecodeRunner.run`` has just done for two of its sequences, which move on from check to check.
 
@@ -57,6 +59,8 @@ def check(
             kv_format=fmt.name,
             k_block_scale=None if views.k_blocks is None else views.k_blocks[pages].cpu(),
             v_block_scale=None if views.v_blocks is None else views.v_blocks[pages].cpu(),
+            q_mul=None if q_mul is None else q_mul.cpu(),
+            o_mul=None if o_mul is None else o_mul.cpu(),
         )
         faults = compare(out[rows].cpu(), lse, expected, lse).faults(out.dtype)
         COUNTERS.record(CHECKED)
