@@ -160,6 +160,15 @@ def test_an_e2m3_cache_needs_scales_that_fit(backend, monkeypatch, tmp_path) -> 
             make_builder([make_layer(layer_name, backend, kv_cache_dtype="e2m3", **heads)])
 
 
+def test_another_builder_leaves_a_layer_its_scales(backend, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(write_scales(tmp_path, 2, 64, "channel")))
+    layer = make_layer("l.3", backend, kv_cache_dtype="e2m3")
+    make_builder([layer])
+    first = layer.impl.mjolnir_scales
+    make_builder([layer])
+    assert first is not None and layer.impl.mjolnir_scales is first
+
+
 @pytest.mark.parametrize("kind", ["head", "channel"])
 @pytest.mark.parametrize("heads, ranks", [(4, 1), (4, 2), (4, 4), (2, 4)])
 def test_ranks_have_the_scales_of_their_heads(tmp_path: Path, kind: str, heads: int, ranks: int) -> None:

@@ -184,8 +184,10 @@ def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
         OSError: the scales file cannot be read.
         ValueError: it is none, or does not fit a layer.
     """
+    # Once: another builder of the same layers must not free what graphs read.
+    layers = {name: layer for name, layer in layers.items() if layer.impl.mjolnir_scales is None}
     path = env.VLLM_SCALES.read()
-    if path is None:
+    if path is None or not layers:
         return
     file = ScalesFile.load(path)
     rank, ranks = compat.tensor_parallel()
