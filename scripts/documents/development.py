@@ -1,0 +1,145 @@
+"""Tables and numbers from development.json, taken while the kernel was tuned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from documents.common import Entries, table
+
+
+def timeline_table(record: dict[str, Any]) -> str:
+    shapes = record["timeline"]["shapes"]
+    steps = [step for step in shapes[0] if step not in ("heads", "batch", "rows")]
+    return table(
+        ("µs after the start", *(f"{s['heads']}, {s['batch'].replace('x', ' × ')}, {s['rows']} rows" for s in shapes)),
+        ([step.replace("_", " "), *(f"{shape[step]:.2f}" for shape in shapes)] for step in steps),
+        f"{record['device']}, commit {record['timeline']['commit']}",
+    )
+
+
+def low_bit_stream_table(record: dict[str, Any]) -> str:
+    stream = record["low_bit_stream"]
+    steps = list(stream["head_major"]["e2m3"]) + ["no_arithmetic_pairs", "no_v"]
+    kinds = [(layout, fmt) for layout in ("head_major", "token_major") for fmt in ("fp8", "e2m3", "nvfp4")]
+    return table(
+        ("64 × 8K, µs", *(f"{fmt}, {layout.replace('_', '-')}" for layout, fmt in kinds)),
+        (
+            [
+                step.replace("_", " "),
+                *(f"{us:.0f}" if (us := stream[lay][fmt].get(step)) else "–" for lay, fmt in kinds),
+            ]
+            for step in steps
+        ),
+        f"{record['device']}, commit {stream['commit']} and, rows together, {stream['commit_rows_together']}",
+    )
+
+
+def trials_table(record: dict[str, Any]) -> str:
+    return table(
+        ("tried", "kept", "before, µs", "after, µs"),
+        (
+            [trial["what"], "yes" if trial["kept"] else "no", f"{trial['before']:.1f}", f"{trial['after']:.1f}"]
+            for trial in record["trials"]
+        ),
+        f"{record['device']}, {record['date']}, while the kernel was tuned",
+    )
+
+
+def _side_by_side(record: dict[str, Any]) -> str:
+    """Of the trial of two heads in a stage, 64 x 8K: fp8, e2m3 and nvfp4, before and after."""
+    trials = [t for t in _trials(record, "neighbouring heads side", 5) if t["what"].endswith("64 x 8K")]
+    return ", ".join(map(_before_and_after, trials))
+
+
+def _trials(record: dict[str, Any], first: str, count: int) -> list[dict[str, Any]]:
+    """Trials that follow each other, from the one whose text begins so."""
+    at = next(i for i, trial in enumerate(record["trials"]) if trial["what"].startswith(first))
+    return list(record["trials"][at : at + count])
+
+
+def _before_and_after(trial: dict[str, Any]) -> str:
+    return f"{trial['before']:.0f} to {trial['after']:.0f}"
+
+
+def _whole_items(record: dict[str, Any]) -> str:
+    """256 x 1K with rows that end where items end, less than without."""
+    changes = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "rows over equal lengths end", 3)]
+    return ", ".join(f"{heads} {change:.0f} %" for heads, change in zip(("32/8", "32/4", "64/8"), changes, strict=True))
+
+
+def _feeders(record: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = record["profile"]["nvfp4_64x8K_head_major_at_ff0a9a0"]
+    return found
+
+
+def _crowd(record: dict[str, Any]) -> str:
+    """What six consumer warps gain, least and most."""
+    gains = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "six consumer warps a half, two on", 5)]
+    return f"{min(gains):.0f} to {max(gains):.0f}"
+
+
+def _round_us(record: dict[str, Any]) -> float:
+    """What a second round of tiles costs a short call."""
+    readings = record["readings"]
+    return float(readings["pairs_of_a_cluster_16_tiles"]["us"] - readings["pairs_of_a_cluster_8_tiles"]["us"])
+
+
+def _clusters(record: dict[str, Any]) -> dict[str, Any]:
+    return dict(record["readings"]["ctas_at_once_by_cluster_size"])
+
+
+def _sm_spread(record: dict[str, Any]) -> float:
+    """How much later, in percent, the slowest tenth of the TPCs ends than the fastest."""
+    ends = sorted(record["sm_speed"]["tile_loop_end_us_by_tpc"])
+    tenth = len(ends) // 10
+    return 100 * (sum(ends[-tenth:]) / sum(ends[:tenth]) - 1)
+
+
+TABLES: Entries = {
+    "timeline": ("development.json", timeline_table),
+    "low-bit-stream": ("development.json", low_bit_stream_table),
+    "trials": ("development.json", trials_table),
+}
+
+NUMBERS: Entries = {
+    "development.gpu-tests": ("development.json", lambda record: str(record["tests"]["passed"])),
+    "development.side-by-side": ("development.json", _side_by_side),
+    "development.shadow": (
+        "development.json",
+        lambda record: " and ".join(f"{error:.2e}" for error in record["shadow_checks"]["rel_errors"]),
+    ),
+    "development.wide": (
+        "development.json",
+        lambda record: _before_and_after(_trials(record, "wgmma for 64 q rows", 1)[0]),
+    ),
+    "development.wide-instructions": (
+        "development.json",
+        lambda record: f"{record['profile']['fp8_wide_64_rows_16x8K']['instructions_per_warp_and_tile']:.0f}",
+    ),
+    "development.whole-items": ("development.json", _whole_items),
+    "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
+    "nvfp4.bad-launches": (
+        "development.json",
+        lambda record: str(
+            record["nvfp4_block_scales"]["released_with_its_loads_on_their_way"]["token_major_bad_launches"]
+        ),
+    ),
+    "readings.d64-us": ("development.json", lambda record: f"{record['readings']['head_size_64_64x8K']['us']:.0f}"),
+    "readings.round-us": ("development.json", lambda record: f"{_round_us(record):.1f}"),
+    "development.crowd": ("development.json", _crowd),
+    "stream.rows-of-256": (
+        "development.json",
+        lambda record: f"{record['low_bit_stream']['head_major']['e2m3']['no_arithmetic_rows_of_256']:.0f}",
+    ),
+    "rates.product-and-lop3": (
+        "development.json",
+        lambda record: str(record["instruction_rates"]["clocks"]["HMMA m16n8k16 and four LOP3"]),
+    ),
+    "feeders.producer": ("development.json", lambda record: str(_feeders(record)["of_which_producer"])),
+    "feeders.copier": ("development.json", lambda record: str(_feeders(record)["of_which_copier"])),
+    "feeders.all": ("development.json", lambda record: str(_feeders(record)["instructions"])),
+    "feeders.busy": ("development.json", lambda record: str(_feeders(record)["copier_busy_percent"])),
+    "feeders.alu": ("development.json", lambda record: f"{_feeders(record)['alu_pipe_percent']:.0f}"),
+    "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
+    "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),
+}
