@@ -160,6 +160,60 @@ def test_an_e2m3_cache_needs_scales_that_fit(backend, monkeypatch, tmp_path) -> 
             make_builder([make_layer(layer_name, backend, kv_cache_dtype="e2m3", **heads)])
 
 
+def config(**fields: Any) -> Any:
+    return lambda: SimpleNamespace(**{"model_config": None, "speculative_config": None} | fields)
+
+
+def test_caches_of_our_own_are_not_transferred(backend, monkeypatch) -> None:
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", config(kv_transfer_config="a connector"))
+    with pytest.raises(ValueError, match=r"nvfp4 caches cannot be transferred \(kv_transfer_config\)"):
+        make_layer("l.3", backend, kv_cache_dtype="nvfp4")
+    assert make_layer("l.3", backend, kv_cache_dtype="fp8").impl.mjolnir_reason is None
+
+
+def test_sleep_mode_is_a_reason(backend, monkeypatch) -> None:
+    model = SimpleNamespace(enable_sleep_mode=True)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", config(model_config=model))
+    assert make_layer("l.3", backend).impl.mjolnir_reason == "sleep mode"
+    with pytest.raises(ValueError, match="only Mjolnir reads nvfp4 caches here, and not for this layer: sleep mode"):
+        make_layer("l.3", backend, kv_cache_dtype="nvfp4")
+
+
+@pytest.mark.parametrize("draft", ["draft_model.model.layers.3.attn", "mtp.layers.3.attn", "flagged.3"])
+def test_a_draft_model_does_not_take_the_targets_scales(backend, monkeypatch, tmp_path, draft) -> None:
+    monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(write_scales(tmp_path, 2, 64, "head")))
+    for name in OWN_NAMES:
+        layer = make_layer(draft, backend, kv_cache_dtype=name)
+        layer.is_draft_layer = draft.startswith("flagged")
+        if name == "e2m3":
+            with pytest.raises(ValueError, match=f"{draft}: the scales file is not of a draft model"):
+                make_builder([layer])
+            with pytest.raises(RuntimeError, match="no builder has read the scales of its e2m3 cache"):
+                layer.impl.do_kv_cache_update(layer, torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), layer.kv_cache, None)
+        else:
+            make_builder([layer])
+            assert layer.impl.mjolnir_scales is None
+
+
+def test_a_layer_that_reads_anothers_cache_takes_its_scales(backend, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(write_scales(tmp_path, 2, 64, "head")))
+    writer, reader = (make_layer(f"l.{i}", backend, kv_cache_dtype="e2m3") for i in (3, 5))
+    reader.kv_sharing_target_layer_name = "l.3"
+    make_builder([writer, reader])
+    torch.testing.assert_close(reader.impl.mjolnir_scales.k_write, writer.impl.mjolnir_scales.k_write)
+
+
+def test_the_fallback_is_not_asked_about_our_own_caches(backend, monkeypatch) -> None:
+    """Whether FlashAttention reads a quantised cache does not matter where it gets 16-bit copies."""
+
+    def refuse(cls, head_size, dtype, kv_cache_dtype, *more) -> str | None:
+        return None if kv_cache_dtype == "auto" else f"no {kv_cache_dtype}"
+
+    monkeypatch.setattr(standins.Backend, "supports_combination", classmethod(refuse), raising=False)
+    for name, reason in (("auto", None), ("nvfp4", None), ("e2m3", None), ("fp8", "no fp8")):
+        assert backend.supports_combination(128, torch.bfloat16, name, 16, False) == reason
+
+
 def test_another_builder_leaves_a_layer_its_scales(backend, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(write_scales(tmp_path, 2, 64, "channel")))
     layer = make_layer("l.3", backend, kv_cache_dtype="e2m3")

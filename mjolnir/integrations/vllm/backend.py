@@ -35,6 +35,14 @@ class BackendNames:
         return kv_cache_dtype in OWN_NAMES or bool(super().supports_kv_cache_dtype(kv_cache_dtype))  # type: ignore[misc]
 
     @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: str | None, *more: Any, **named: Any
+    ) -> Any:
+        """The fallback does not see caches of Mjolnir's own, only 16-bit copies."""
+        seen = "auto" if kv_cache_dtype in OWN_NAMES else kv_cache_dtype
+        return super().supports_combination(head_size, dtype, seen, *more, **named)  # type: ignore[misc]
+
+    @classmethod
     def get_kv_cache_shape(
         cls,
         num_blocks: int,

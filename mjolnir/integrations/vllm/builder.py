@@ -15,6 +15,7 @@ from mjolnir.integrations.vllm import compat, counters, own_cache
 from mjolnir.integrations.vllm.decoder import GroupDecoder, Step
 from mjolnir.integrations.vllm.eligibility import OWN_NAMES, LayerShape, why_not_pages
 from mjolnir.integrations.vllm.log import logger
+from mjolnir.integrations.vllm.plugin import E2M3_NAME
 from mjolnir.integrations.vllm.steps import DecodePart, decode_part
 
 STEP = "mjolnir_step"
@@ -180,9 +181,11 @@ def _make_decoder(
 def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
     """Give layers with caches of Mjolnir's own their scales, before any graph is captured.
 
+    A draft model's nvfp4 layers keep vLLM's: the file is of the target, whose layers may have the same numbers.
+
     Raises:
         OSError: the scales file cannot be read.
-        ValueError: it is none, or does not fit a layer.
+        ValueError: it is none, or does not fit a layer; or a draft model has e2m3 caches.
     """
     # Once: another builder of the same layers must not free what graphs read.
     layers = {name: layer for name, layer in layers.items() if layer.impl.mjolnir_scales is None}
@@ -192,8 +195,16 @@ def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
     file = ScalesFile.load(path)
     rank, ranks = compat.tensor_parallel()
     for name, layer in layers.items():
+        if compat.is_draft(layer, name):
+            if layer.kv_cache_dtype == E2M3_NAME:
+                raise ValueError(
+                    f"{name}: the scales file is not of a draft model: give it another cache, by kv_cache_dtype in "
+                    "--speculative-config"
+                )
+            continue
+        writer = getattr(layer, "kv_sharing_target_layer_name", None) or name
         shape = layer.impl.mjolnir_shape
-        layer.impl.mjolnir_scales = own_cache.scales_of_layer(file, name, shape, rank, ranks, device)
+        layer.impl.mjolnir_scales = own_cache.scales_of_layer(file, writer, shape, rank, ranks, device)
 
 
 def _why_not_layer(layer: Any) -> str | None:

@@ -104,6 +104,8 @@ def engine_reasons(vllm_config: Any, impl: Any, fallback: Any) -> tuple[str, ...
         "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
         "bidirectional multimodal prefixes": bool(getattr(model, "is_mm_prefix_lm", False)),
         "reference sliding window": getattr(model, "rswa_window", None) is not None,
+        # Waking up leaves what builders allocate undefined in 0.26: plans, slots of splits, scales.
+        "sleep mode": bool(getattr(model, "enable_sleep_mode", False)),
         "adaptive verification": bool(getattr(speculative, "enable_adaptive_verification", False)),
         "a fallback that writes the cache inside its attention": fallback.forward_includes_kv_cache_update,
     }
@@ -123,6 +125,16 @@ def tensor_parallel() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def transfers_caches(vllm_config: Any) -> bool:
+    """Whether blocks leave this engine's cache, to another engine, the host or a disk."""
+    return getattr(vllm_config, "kv_transfer_config", None) is not None
+
+
+def is_draft(layer: Any, name: str) -> bool:
+    """Whether a layer is a draft model's, whose numbers may be those of the target's layers."""
+    return bool(getattr(layer, "is_draft_layer", False)) or not {"draft_model", "mtp"}.isdisjoint(name.split("."))
 
 
 def speculative_tokens(vllm_config: Any) -> int:

@@ -52,6 +52,7 @@ class DecodeImpl:
         )  # fmt: skip
         from vllm.config import get_current_vllm_config_or_none
 
+        vllm_config = get_current_vllm_config_or_none()
         facts = LayerFacts(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads or num_heads,
@@ -64,12 +65,17 @@ class DecodeImpl:
             has_alibi=alibi_slopes is not None,
             has_sinks=extra.get("sinks") is not None,
             other=tuple(name for name, value in extra.items() if name != "sinks" and value not in (None, False, -1)),
-            engine=compat.engine_reasons(get_current_vllm_config_or_none(), self, self.fallback),
+            engine=compat.engine_reasons(vllm_config, self, self.fallback),
         )
         self.mjolnir_reason = why_not(facts)
         if kv_cache_dtype in OWN_NAMES and self.mjolnir_reason is not None:
             raise ValueError(
                 f"only Mjolnir reads {kv_cache_dtype} caches here, and not for this layer: {self.mjolnir_reason}"
+            )
+        if kv_cache_dtype in OWN_NAMES and compat.transfers_caches(vllm_config):
+            raise ValueError(
+                f"{kv_cache_dtype} caches cannot be transferred (kv_transfer_config): a head's bytes of a page do not "
+                "lie together, and scales do not travel with them"
             )
         if kv_cache_dtype == E2M3_NAME and env.VLLM_SCALES.read() is None:
             raise ValueError(
@@ -183,6 +189,8 @@ class DecodeImpl:
 
     def _own_scales(self, layer: Any) -> LayerScales:
         """Of a cache of Mjolnir's own: the scales file's, which the builder has read, or vLLM's."""
+        if self.mjolnir_scales is None and self._shape().kv_format == E2M3_NAME:
+            raise RuntimeError(f"{layer.layer_name}: no builder has read the scales of its e2m3 cache")
         return self.mjolnir_scales or own_cache.scales_of_vllm(layer)
 
     def _shape(self) -> LayerShape:
