@@ -47,7 +47,7 @@ from mjolnir.verify.compare import ROW_TOLERANCE, row_errors  # noqa: E402
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, PAGES = 4, 2, 64, 16, 40
 FP8_QUERY_ERROR, BF16_COPY_ERROR = 0.08, 4e-3
 OWN_HOOKS = ("get_name", "get_builder_cls", "get_impl_cls", "get_supported_kernel_block_sizes",
-             "supports_kv_cache_dtype", "get_kv_cache_shape", "customize_spec")  # fmt: skip
+             "supports_kv_cache_dtype", "supports_combination", "get_kv_cache_shape", "customize_spec")  # fmt: skip
 HAS_NEW_NAMES = hasattr(AttentionBackendEnum, "register")
 OWN_DTYPES = OWN_NAMES if HAS_NEW_NAMES else ("nvfp4",)
 
