@@ -155,6 +155,12 @@ def _slower(report: Report, **changes: Any) -> str:
     return f"{100 * (_shape(report, '64x8K', **changes).us / _shape(report, '64x8K').us - 1):.0f}"
 
 
+def _short_pieces(report: Report, kv_format: str) -> str:
+    """How much longer, in percent, a token takes in 256 x 1K than in 64 x 8K, head-major."""
+    short, long = (_shape(report, batch, kv_format=kv_format, layout="HND") for batch in ("256x1K", "64x8K"))
+    return f"{100 * (short.us / sum(short.lens) / (long.us / sum(long.lens)) - 1):.0f}"
+
+
 def _low_bit_changes(report: Report) -> list[tuple[Row, float]]:
     """Rows of e2m3 and nvfp4 (d = 128, pages of 64, one query token), and their time less fp8's in percent of it."""
     rows = [
@@ -233,6 +239,8 @@ NUMBERS: Entries = {
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
     "decode.small-pages": ("decode.json", lambda report: _slower(report, page_size=16)),
     "low-bit.long-least": ("decode.json", lambda report: f"{min(_low_bit_gains(report)):.0f}"),
+    "low-bit.pieces-nvfp4": ("decode.json", lambda report: _short_pieces(report, "nvfp4")),
+    "low-bit.pieces-fp8": ("decode.json", lambda report: _short_pieces(report, "fp8")),
     "low-bit.long-most": ("decode.json", lambda report: f"{max(_low_bit_gains(report)):.0f}"),
     "decode.host-us": ("decode.json", lambda report: f"{max(row.host_us for row in report.rows):.1f}"),
 }
