@@ -236,7 +236,8 @@ def of_another_source(path: Path) -> None:
 def of_another_format(path: Path, **changes: object) -> None:
     """Whole, but written by a version with another SCHEMA, or with other fields."""
     content = entry.pack(b"\x7fELF", VARIANT, SOURCE, TOOLCHAIN, "static")
-    footer = json.loads(content[4 : content.rindex(b"}") + 1]) | (changes or {"schema": key.SCHEMA + 1})
+    length_at = len(content) - len(entry.MAGIC) - hashlib.sha256().digest_size - 8
+    footer = json.loads(content[4:length_at]) | (changes or {"schema": key.SCHEMA + 1})
     text = json.dumps(footer).encode()
     hashed = b"\x7fELF" + text + len(text).to_bytes(8, "little")
     path.write_bytes(hashed + hashlib.sha256(hashed).digest() + entry.MAGIC)

@@ -94,8 +94,10 @@ def test_every_argument_reaches_its_place(library: Path) -> None:
     for name, hint in get_type_hints(DecodeArgs).items():
         kind = getattr(hint, "__name__", "")
         if hint is BlockScales:
-            side = name[0]
-            wanted += [("Int64", f"{side}_block_{'scale' if part == 'base' else part}") for part in scales]
+            kinds = get_type_hints(BlockScales)
+            wanted += [
+                (kinds[part].__name__, f"{name[0]}_block_{'scale' if part == 'base' else part}") for part in scales
+            ]
         elif name not in DecodeArgs._field_defaults:
             wanted.append((kind, name))
     ctypes.c_int.in_dll(host, "num_params").value = len(wanted)
