@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from mjolnir.formats import KvFormat, get_format
 GRANULARITIES = ("tensor", "head", "channel")
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerScales:
+class LayerScales(NamedTuple):
     """Scales of one layer, on one device, all fp32.
 
     A channel's scale is k_write[h, c]: what ``write_kv`` divides by. Of it the runner takes k_scale[h] out of the
@@ -32,8 +32,13 @@ class LayerScales:
     v_write: Tensor
     k_scale: Tensor
     v_scale: Tensor
-    q_mul: Tensor | None
-    o_mul: Tensor | None
+    q_mul: Tensor | None = None
+    o_mul: Tensor | None = None
+
+    @classmethod
+    def alike(cls, k_scale: Tensor, v_scale: Tensor) -> LayerScales:
+        """Of (1,) or (h_k,): a writer and a runner take the same."""
+        return cls(k_scale, v_scale, k_scale, v_scale)
 
 
 def full_scale(fmt: KvFormat) -> float:

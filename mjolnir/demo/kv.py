@@ -77,7 +77,7 @@ class PagedKVCache:
         if scales is not None:
             self._scales = [scales.layer(layer) for layer in range(num_layers)]
         elif all(fmt.bits == 16 for fmt in self.formats):
-            self._scales = [LayerScales(one, one, one, one, None, None)] * num_layers
+            self._scales = [LayerScales.alike(one, one)] * num_layers
         self._free = torch.randperm(max_pages, generator=torch.Generator().manual_seed(seed)).tolist()
         self._slots = torch.empty(0, dtype=torch.int64, device=device)  # page · page_size + row of the newest tokens
         self.length = 0
@@ -110,7 +110,7 @@ class PagedKVCache:
                 else torch.ones(1, device=x.device)
                 for x, fmt in zip((key, value), self.formats, strict=True)
             )
-            own = self._scales[layer] = LayerScales(k_scale, v_scale, k_scale, v_scale, None, None)
+            own = self._scales[layer] = LayerScales.alike(k_scale, v_scale)
         (k_codes, v_codes), (k_blocks, v_blocks) = self._side_by_side(layer)
         k_fmt, v_fmt = self.formats
         write_kv(

@@ -17,6 +17,7 @@ from mjolnir.kernels.work import (
     item_of,
     load_row,
     num_tiles,
+    page_of,
     row_address,
     rows_of_item,
     span_of,
@@ -150,15 +151,14 @@ class Producer:
                 token = begin + box_row
                 stage = first_stage(geo, stage)
                 for _ in cutlass.range(num_tiles(geo, begin, end), unroll=1):
-                    # The next tile's page is read while this tile waits for its stage; past the end the last one,
-                    # because a load on no condition leaves the loop's invariants in registers.
-                    next_token = cutlass.min(token + geo.tile, end - 1)
-                    next_page = ptx.ldg_b32(ptx.mad_wide(next_token >> args.log2_page, Int32(4), pages))
+                    # The next tile's page is read while this tile waits for its stage.
+                    next_page = page_of(args, pages, token + geo.tile, end - 1)
                     empty, parity = smem + geo.empty_offset + 8 * stage, ((free >> stage) & 1) ^ 1
                     ptx.mbarrier_wait(empty, parity)
                     free = free ^ (Int32(1) << stage)
                     if unfilled > 0:
-                        while Uint32(ptx.clock() - issued_at) < Uint32(FIRST_TILES_APART):  # whatever has wrapped
+                        # Unsigned: after a long wait, in which the clock has wrapped, the tile goes at once.
+                        while Uint32(ptx.clock() - issued_at) < Uint32(FIRST_TILES_APART):
                             pass
                         issued_at = ptx.clock()
                         unfilled -= 1

@@ -17,7 +17,7 @@ from mjolnir.kernels import ptx
 from mjolnir.kernels.geometry import WARP, Geometry
 from mjolnir.kernels.heads import kv_head_of
 from mjolnir.kernels.lanes import position_of
-from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, span_of
+from mjolnir.kernels.work import Mailbox, first_stage, item_of, num_tiles, page_of, span_of
 from mjolnir.variant import Variant
 
 
@@ -62,11 +62,8 @@ class ScaleCopier:
             work = self.mailbox.read(smem, turn)
 
     def pages_of(self, args: Any, table: Any, token: Any, last: Any) -> list[Any]:
-        """The pages of ``token`` and, where a tile is that long, of the token 32 further on; past ``last`` its page,
-        because a load on no condition leaves the loop's invariants in registers."""
-        tokens = [token + i * WARP for i in range(max(1, self.geo.tile // WARP))]
-        columns = [cutlass.min(t, last) >> args.log2_page for t in tokens]
-        return [ptx.ldg_b32(ptx.mad_wide(column, Int32(4), table)) for column in columns]
+        """The pages of ``token`` and, where a tile is that long, of the token 32 further on."""
+        return [page_of(args, table, token + i * WARP, last) for i in range(max(1, self.geo.tile // WARP))]
 
     def copy(self, args: Any, smem: Any, stage: Any, lane: Any, first: Any, end: Any, head: Any, pages: Any) -> None:
         """Start a lane's copies; of what does not exist come zeros, as of its codes."""

@@ -73,6 +73,12 @@ def rows_of_item(work, p):
     return first, last
 
 
+def page_of(args: Any, table: Any, token: Any, last: Any) -> Any:
+    """The page of a token, or past ``last`` that one's: a load on no condition, because one on a condition takes the
+    loop's invariants that it depends on out of registers. ``table``: address of the sequence's block table."""
+    return ptx.ldg_b32(ptx.mad_wide(cutlass.min(token, last) >> args.log2_page, Int32(4), table))
+
+
 def num_tiles(geo: Geometry, begin: Any, end: Any) -> Any:
     """Kernel tiles of a piece; none where the live length ends before it."""
     return (cutlass.max(end - begin, Int32(0)) + (geo.tile - 1)) // geo.tile

@@ -72,6 +72,18 @@ def _feeders(record: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _feeder_gains(record: dict[str, Any]) -> str:
+    """Of nvfp4, head-major, over long pieces and over short ones."""
+    long, short = (100 * (1 - t["after"] / t["before"]) for t in _trials(record, "a producer of 62", 2))
+    return f"{long:.0f} % over long pieces, {short:.0f} % over short ones"
+
+
+def _slower_us(record: dict[str, Any]) -> float:
+    """How much longer a short call took before the first tiles were kept apart."""
+    trial = _trials(record, "a producer of 62", 6)[-1]
+    return float(trial["after"] - trial["before"])
+
+
 def _crowd(record: dict[str, Any]) -> str:
     """What six consumer warps gain, least and most."""
     gains = [100 * (1 - t["after"] / t["before"]) for t in _trials(record, "six consumer warps a half, two on", 5)]
@@ -139,6 +151,11 @@ NUMBERS: Entries = {
     "feeders.copier": ("development.json", lambda record: str(_feeders(record)["of_which_copier"])),
     "feeders.all": ("development.json", lambda record: str(_feeders(record)["instructions"])),
     "feeders.busy": ("development.json", lambda record: str(_feeders(record)["copier_busy_percent"])),
+    "feeders.gains": ("development.json", _feeder_gains),
+    "feeders.slower": ("development.json", lambda record: f"{_slower_us(record):.1f}"),
+    "pieces.beside": ("development.json", lambda record: str(_feeders(record)["of_a_piece_beside_its_tiles"])),
+    "pieces.before": ("development.json", lambda record: str(_feeders(record)["of_a_piece_before_its_tiles"])),
+    "pieces.tile": ("development.json", lambda record: str(_feeders(record)["of_which_a_consumers_tile"])),
     "feeders.alu": ("development.json", lambda record: f"{_feeders(record)['alu_pipe_percent']:.0f}"),
     "readings.clusters-of-4": ("development.json", lambda record: str(_clusters(record)["4"])),
     "readings.clusters-of-1": ("development.json", lambda record: str(_clusters(record)["1"])),

@@ -6,12 +6,13 @@ import dataclasses
 
 import torch
 
+from mjolnir.integrations.vllm.plugin import E2M3_NAME
 from mjolnir.runner import PAGE_SIZES
 from mjolnir.signature import DTYPE_NAMES
 from mjolnir.variant import HEAD_SIZES, MAX_ROWS
 
 FP8_NAMES = ("fp8", "fp8_e4m3")
-OWN_NAMES = ("nvfp4", "e2m3")
+OWN_NAMES = ("nvfp4", E2M3_NAME)
 """Cache dtypes that Mjolnir writes itself, called as its formats; vLLM takes e2m3 from 0.33 on."""
 HALF_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

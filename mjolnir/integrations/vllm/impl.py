@@ -157,10 +157,7 @@ class DecodeImpl:
             q_mul=scales.q_mul, o_mul=scales.o_mul, k_block_scale=views.k_blocks, v_block_scale=views.v_blocks,
         )  # fmt: skip
         if step.is_shadowed:
-            shadow.check(
-                plan, rows, result, views, scales.k_scale, scales.v_scale, self.scale, layer.layer_name,
-                scales.q_mul, scales.o_mul,
-            )  # fmt: skip
+            shadow.check(plan, rows, result, views, scales, self.scale, layer.layer_name)
         if step.scatter is not None:
             torch.index_select(result, 0, step.scatter, out=output[: step.part.num_tokens])
 
@@ -213,7 +210,7 @@ class DecodeImpl:
     def _scales(self, layer: Any, step: Step) -> LayerScales:
         """vLLM writes 16-bit caches unscaled, whatever scales a checkpoint brings."""
         if self._shape().kv_format in ("bf16", "fp16"):
-            return LayerScales(step.one, step.one, step.one, step.one, None, None)
+            return LayerScales.alike(step.one, step.one)
         return self._own_scales(layer)
 
     # What the fallback's class brings.

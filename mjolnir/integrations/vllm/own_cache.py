@@ -110,7 +110,7 @@ def scales_of_layer(
 
 def scales_of_vllm(layer: Any) -> LayerScales:
     """vLLM's own, one each."""
-    return LayerScales(layer._k_scale, layer._v_scale, layer._k_scale, layer._v_scale, None, None)
+    return LayerScales.alike(layer._k_scale, layer._v_scale)
 
 
 def write(

@@ -9,6 +9,7 @@ import itertools
 
 import torch
 
+from mjolnir.calibration.scales import LayerScales
 from mjolnir.integrations.vllm.counters import COUNTERS
 from mjolnir.integrations.vllm.log import logger
 from mjolnir.integrations.vllm.own_cache import Views
@@ -27,12 +28,9 @@ def check(
     query: torch.Tensor,
     out: torch.Tensor,
     views: Views,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    scales: LayerScales,
     softmax_scale: float,
     layer_name: str,
-    q_mul: torch.Tensor | None = None,
-    o_mul: torch.Tensor | None = None,
 ) -> None:
     """Compare what ``DecodeRunner.run`` has just done for two of its sequences, which move on from check to check.
 
@@ -49,8 +47,8 @@ def check(
             query[rows].cpu(),
             views.k[pages].view(fmt.storage_dtype).cpu(),
             views.v[pages].view(fmt.storage_dtype).cpu(),
-            _of_sequence(k_scale, seq).cpu(),
-            _of_sequence(v_scale, seq).cpu(),
+            _of_sequence(scales.k_scale, seq).cpu(),
+            _of_sequence(scales.v_scale, seq).cpu(),
             torch.arange(len(pages)).view(1, -1),
             torch.tensor([length]),
             q_len=plan.q_len,
@@ -59,8 +57,8 @@ def check(
             kv_format=fmt.name,
             k_block_scale=None if views.k_blocks is None else views.k_blocks[pages].cpu(),
             v_block_scale=None if views.v_blocks is None else views.v_blocks[pages].cpu(),
-            q_mul=None if q_mul is None else q_mul.cpu(),
-            o_mul=None if o_mul is None else o_mul.cpu(),
+            q_mul=None if scales.q_mul is None else scales.q_mul.cpu(),
+            o_mul=None if scales.o_mul is None else scales.o_mul.cpu(),
         )
         faults = compare(out[rows].cpu(), lse, expected, lse).faults(out.dtype)
         COUNTERS.record(CHECKED)
