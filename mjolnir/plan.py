@@ -63,17 +63,16 @@ SHARES = ((1, 8), (2, 1))
 
 ROWS_PER_CTA = sum(rows for rows, _ in SHARES)
 
-DYNAMIC_ABOVE = 96
-"""Equal share in tiles from which rows may get smaller towards the end, and are not aligned any more; below it every
-CTA gets one row at most: a small row costs more, about 3 us, than evening out the ends gains."""
-
-SKEWED = 4
-"""Rows get smaller where the longest sequence has this many times the mean. Over equal lengths equal rows are 2 to 6 %
-faster, over 32 lengths between 128 and 64K smaller ones by 2 to 3 %."""
+DYNAMIC_ABOVE, SKEWED = 96, 4
+"""Rows get smaller towards the end from this equal share in tiles on, where the longest sequence has this many times
+the mean. Over equal lengths equal rows are 2 to 6 % faster, over 32 lengths between 128 and 64K smaller ones by 2 to
+3 %. Below that share every CTA gets one row at most: a small one costs more, about 3 us, than evening out the ends
+gains."""
 
 ALIGN_SLACK = 3
-"""Below DYNAMIC_ABOVE, rows that hold one piece each may be this much longer than equal ones: a row that ends one
-item and begins another merges twice, about 2 us more."""
+"""Elsewhere rows that hold one piece each may be this much longer than equal ones: a row that ends one item and begins
+another merges twice, and by arrival. With 32 q rows 1 x 128K took 100 us so, and 74 us in rows 3 % longer; 32/4,
+4 x 128K took 139 and 131."""
 
 WHOLE_SLACK = 2 * PIECE_COST
 """Rows over equal lengths end where items end if that makes them at most so many tiles longer than equal ones: cut
@@ -129,14 +128,14 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         return columns.T
     tiles = np.maximum((lens + (PLAN_TILE - 1)) // PLAN_TILE, 1)
     work, longest = int(tiles.sum()), int(tiles.max())
-    aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, work, longest, shape)
+    even, skewed = longest * len(tiles) == work, longest * len(tiles) >= SKEWED * work
+    aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, work, longest, skewed, shape)
     split = aligned * rows
     cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
     length = (tiles + (split - 1)) // split * split if aligned else tiles + cost
     seq_length = length * shape.num_kv_heads
     seq_end = seq_length.cumsum()
     total = int(seq_end[-1])
-    even, skewed = longest * len(tiles) == work, longest * len(tiles) >= SKEWED * work
     segments = [Segment(0, 0, aligned)] if aligned else cut_line(total, longest, even, skewed, shape)
     in_use = min(_row_of(segments, total - 1) + 1, shape.num_rows)  # the last row takes what fixed splits leave over
 
@@ -173,12 +172,12 @@ def fixed_rows(num_seqs: int, tokens: int, fixed_split: int, num_kv_heads: int) 
     return num_kv_heads * (num_seqs + tokens // fixed_split)
 
 
-def aligned_share(tiles: Int64Array, work: int, longest: int, shape: PlanShape) -> tuple[int, int]:
+def aligned_share(tiles: Int64Array, work: int, longest: int, skewed: bool, shape: PlanShape) -> tuple[int, int]:
     """(tiles per row, rows per split) where every row can hold one piece and all rows run at once; (0, 1) where other
-    rows serve better: for long lines, or where it would be more than ALIGN_SLACK longer than an equal share. ``tiles``:
-    per sequence; ``work`` and ``longest``: their sum and maximum."""
+    rows serve better: ones that shrink, or where it would be more than ALIGN_SLACK longer than an equal share.
+    ``tiles``: per sequence; ``work`` and ``longest``: their sum and maximum; ``skewed``: see SKEWED."""
     equal = -(-work * shape.num_kv_heads // shape.num_ctas)
-    if shape.max_splits is not None or equal >= DYNAMIC_ABOVE:
+    if shape.max_splits is not None or (skewed and equal >= DYNAMIC_ABOVE):
         return 0, 1
     single, pair = SHORT_TILES[2 * longest > SINGLE_TILES], PAIR_TILES[longest > PAIRED_TILES]
     singles_first = longest <= SINGLE_TILES and equal <= single

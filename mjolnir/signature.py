@@ -36,13 +36,15 @@ PANEL_BYTES = 128
 """Rows of up to so many bytes are read together with the neighbouring head's, which lie beside them in NHD pages.
 Memory delivers 256 bytes in a row sooner than twice 128, and of 96 or 64 much that another CTA asks for again."""
 
-MANY_ITEMS = {"heads": 128, "panels": 256}
-"""Items, a sequence's KV head each, from which heads are joined: with fewer, all of them are needed to divide. 16 x 8K
-on 8 heads took 63.4 us alone and 64.9 as panels, 64 x 8K 248 and 242; d 64, 1 x 8K 7.1 alone and 8.5 as one row."""
+PANEL_ITEMS = 256
+"""Items, a sequence's KV head each, from which heads are read side by side: with fewer, all of them are needed to
+divide. 16 x 8K on 8 heads took 63.4 us alone and 64.9 so, 64 x 8K 248 and 242."""
 
-NARROW_ITEMS = 128
+MANY_ITEMS = 128
 """The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207. From
-so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 51.3 with six; 1 x 8K is slower."""
+so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 51.3 with six; 1 x 8K is slower. And for
+odd numbers of heads as one row: 9/3, 1 x 32K took 8.0 us alone and 8.9 so. Even numbers always gain: d 64, 1 x 8K took
+6.9 and 7.1, but 1 x 128K 49 and 36."""
 
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -107,8 +109,10 @@ class RunnerShape:
         else:
             # 16 rows of a head take its warps longer than memory does: 96/8, 64 x 8K took 260 us alone and 283 so.
             joined, fits = "panels", rows <= PANEL_ROWS and all(size <= PANEL_BYTES for size in row_bytes)
-        low_bit = any(fmt.bits < 8 for fmt in formats)
-        many = self.has_many_items if joined == "panels" and low_bit else self.items >= MANY_ITEMS[joined]
+        if joined == "heads":
+            many = self.num_kv_heads % 2 == 0 or self.has_many_items
+        else:
+            many = self.has_many_items if any(fmt.bits < 8 for fmt in formats) else self.items >= PANEL_ITEMS
         return joined if fits and many else ""
 
     @property
@@ -118,7 +122,7 @@ class RunnerShape:
 
     @property
     def has_many_items(self) -> bool:
-        return self.items >= NARROW_ITEMS
+        return self.items >= MANY_ITEMS
 
 
 @dataclasses.dataclass(frozen=True)

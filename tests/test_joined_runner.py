@@ -74,13 +74,21 @@ def test_what_is_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "head_size", "items"), [("fp8", 64, 128), ("fp8", 128, 256), ("e2m3", 128, 128), ("nvfp4", 64, 128)]
+    ("kv_format", "head_size", "kv_heads", "items"),
+    [("fp8", 64, 3, 129), ("fp8", 128, 2, 256), ("e2m3", 128, 2, 128), ("nvfp4", 64, 2, 128)],
 )
-def test_heads_are_joined_where_they_are_many(kv_format: str, head_size: int, items: int) -> None:
-    problem = make_problem(FEW, heads=8, kv_heads=2, head_size=head_size, kv_format=kv_format, pool="separate")
-    for seqs, expected in ((items // 2, True), (items // 2 - 1, False)):
+def test_heads_are_joined_where_they_are_many(kv_format: str, head_size: int, kv_heads: int, items: int) -> None:
+    problem = make_problem(
+        FEW, heads=4 * kv_heads, kv_heads=kv_heads, head_size=head_size, kv_format=kv_format, pool="separate"
+    )
+    for seqs, expected in ((items // kv_heads, True), (items // kv_heads - 1, False)):
         runner = make_runner(problem, kv_layout="NHD", max_num_seqs=seqs)
         assert bool(variant_of(runner, problem, {}).joined) is expected
+
+
+def test_even_numbers_of_narrow_rows_are_always_joined() -> None:
+    problem = make_problem(FEW[:1], heads=8, kv_heads=2, head_size=64, pool="separate")
+    assert variant_of(make_runner(problem, kv_layout="NHD", max_num_seqs=1), problem, {}).joined == "heads"
 
 
 @pytest.mark.parametrize(("kv_layout", "pool"), LAYOUTS)

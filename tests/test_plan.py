@@ -145,9 +145,11 @@ def whole_items(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
 def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[int, int] | None:
     """(tiles per row, rows per split) where all items can take whole rows, and every CTA has one at most."""
     items = [n for n in planned_tiles(lens, margin) for _ in range(shape.num_kv_heads)]
-    if shape.max_splits is not None or not items or sum(items) > (DYNAMIC_ABOVE - 1) * shape.num_ctas:
+    if shape.max_splits is not None or not items:
         return None
     longest, count = max(items), collections.Counter(items)
+    if sum(items) > (DYNAMIC_ABOVE - 1) * shape.num_ctas and longest >= SKEWED * sum(items) / len(items):
+        return None
     few = SINGLE_TILES // SHORT_TILES[-1]  # rows of a short item
     pair = PAIR_TILES[0] if longest in range(1, PAIRED_TILES + 1) else PAIR_TILES[1]
     least = {1: next((n for n in SHORT_TILES if few * n >= longest), SHORT_TILES[-1]), 2: pair}

@@ -81,7 +81,7 @@ class Geometry:
     def halves(self) -> int:
         """Where two CTAs fit on an SM they are one of twice the size: each half has its own producer, ring and
         consumers, and works alone or, in a paired plan, with the other."""
-        return 2 if self.ctas_per_sm == 2 and (self.kv_groups >= 4 or self.crowd) else 1
+        return 2 if self.ctas_per_sm == 2 and (self.groups >= 4 or self.crowd) else 1
 
     @property
     def half_warps(self) -> int:

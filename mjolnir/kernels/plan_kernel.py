@@ -99,6 +99,7 @@ def _build_plan(
     tiles = tl.maximum((tl.minimum(lens + margin, INT32_MAX) + (TILE - 1)) // TILE, 1)
     tiles = tl.where(live, tiles, 0)
     longest = tl.max(tiles, 0)
+    skewed = longest * num_seqs >= SKEWED * tl.sum(tiles, 0)
 
     # aligned_share
     aligned = tl.zeros_like(longest)
@@ -116,7 +117,8 @@ def _build_plan(
             single_first = (longest <= SINGLE_TILES) & (equal <= short) & (single > 0)
             paired = ((pairs > 0) & (single_first == 0)).to(tl.int64)
             aligned = tl.where(paired > 0, pairs, single)
-        aligned = tl.where((equal < DYNAMIC_ABOVE) & (num_seqs > 0), aligned, 0)
+        shrinking = skewed & (equal >= DYNAMIC_ABOVE)
+        aligned = tl.where((shrinking == 0) & (num_seqs > 0), aligned, 0)
         paired = tl.where(aligned > 0, paired, 0)
     step = tl.maximum(aligned * (1 + paired), 1)
     length = tl.where(aligned > 0, (tiles + step - 1) // step * step, tiles + COST)
@@ -138,7 +140,7 @@ def _build_plan(
         whole = (equal + (item - 1)) // item * item
         even = (aligned == 0) & (num_seqs > 0) & (longest * num_seqs == tl.sum(tiles, 0))
         share_0 = tl.where(even & (whole <= equal + WHOLE_SLACK), whole, share_0)
-        guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & (longest * num_seqs >= SKEWED * tl.sum(tiles, 0))
+        guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & skewed
         share_0 = tl.where(guided, (total * TENTHS_0 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_0)
         share_1 = tl.where(guided, (total * TENTHS_1 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_1)
         row_1 = tl.where(guided, ROWS_0 * NUM_CTAS, row_1)
