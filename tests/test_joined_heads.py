@@ -126,7 +126,7 @@ def test_scores_are_of_a_rows_own_head(monkeypatch: pytest.MonkeyPatch, shape: S
         for n, e, lane in itertools.product(range(geo.row_tiles), range(2), range(32)):
             row = row0 + n * 8 + 2 * T[lane] + e
             own = own_head(joined, args, pair, row)
-            for i in range(geo.tile // 8):
+            for i in range(geo.warp_tile // 8):
                 s = scores[n][2 * i + e][lane]
                 if own is None:
                     assert s == 0
