@@ -71,7 +71,7 @@ gains."""
 
 ALIGN_SLACK = 3
 """Elsewhere rows that hold one piece each may be this much longer than equal ones: a row that ends one item and begins
-another merges twice, and by arrival. With 32 q rows 1 x 128K took 100 us so, and 74 us in rows 3 % longer; 32/4,
+another merges twice, and by arrival. With 32 q rows 1 x 128K took 100 us so, and 75 us in rows 3 % longer; 32/4,
 4 x 128K took 139 and 131."""
 
 WHOLE_SLACK = 2 * PIECE_COST

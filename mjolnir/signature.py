@@ -40,11 +40,11 @@ PANEL_ITEMS = 256
 """Items, a sequence's KV head each, from which heads are read side by side: with fewer, all of them are needed to
 divide. 16 x 8K on 8 heads took 63.4 us alone and 64.9 so, 64 x 8K 248 and 242."""
 
-MANY_ITEMS = 128
+NARROW_ITEMS = 128
 """The same for panels of six and four bits, which lose more alone: e2m3, 16 x 32K took 295 us, and head-major 207. From
 so many on e2m3 has six consumer warps, too: 16 x 8K took 53.7 us with four and 51.3 with six; 1 x 8K is slower. And for
-odd numbers of heads as one row: 9/3, 1 x 32K took 8.0 us alone and 8.9 so. Even numbers always gain: d 64, 1 x 8K took
-6.9 and 7.1, but 1 x 128K 49 and 36."""
+odd numbers of heads as one row: 9/3, 1 x 32K took 8.0 us alone and 8.9 so. Even numbers are joined however few: d 64,
+1 x 8K took 6.9 us alone and 7.4 so, but 1 x 128K 49 and 36."""
 
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -122,7 +122,7 @@ class RunnerShape:
 
     @property
     def has_many_items(self) -> bool:
-        return self.items >= MANY_ITEMS
+        return self.items >= NARROW_ITEMS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,20 +74,22 @@ def lay_out(smem: Any, base: int, op: Operand, rows: Any, joined: str = "") -> N
     ("k_name", "v_name", "head_size", "joined"),
     [*((*pair, head_size, "") for pair in PAIRS for head_size in HEAD_SIZES), *((*j, "tokens") for j in JOINED),
      *((*j, f"panels{side}") for j in SIDE_BY_SIDE for side in range(2)),
-     *(("e2m3", "e2m3", 128, f"crowd{part}") for part in range(2))],
+     *(("e2m3", "e2m3", 128, f"crowd{part}") for part in range(2)),
+     *(("fp8", "fp8", head_size, "half1") for head_size in (64, 128))],
 )  # fmt: skip
 def test_scores_and_output(
     monkeypatch: pytest.MonkeyPatch, k_name: str, v_name: str, head_size: int, joined: str, rows: int
 ) -> None:
     v_format = "" if v_name == k_name else v_name
     side = int(joined[-1]) if joined.startswith("panels") else 0
-    part = int(joined[-1]) if joined.startswith("crowd") else 0  # of the stage's tokens
+    part = int(joined[-1]) if joined.startswith(("crowd", "half")) else 0  # of the stage's tokens
     joined = joined.rstrip("01")
-    if (joined, rows) in (("panels", 8), ("crowd", 16)):
-        pytest.skip("two heads have 16 rows, a crowd 8")
-    crowd, joined = joined == "crowd", "" if joined == "crowd" else joined
+    if (joined, rows) in (("panels", 8), ("crowd", 16), ("half", 16)):
+        pytest.skip("two heads have 16 rows, warps that halve a stage 8")
+    crowd, joined = joined == "crowd", "" if joined in ("crowd", "half") else joined
     variant = Variant("sm_90a", k_name, "bf16", "bf16", head_size, rows, v_format=v_format, crowd=crowd, joined=joined)
     geo = geometry_of(variant)
+    assert part < geo.token_groups
     first = part * geo.warp_tile
     gen = torch.Generator().manual_seed(head_size + rows)
     k_codes, k_blocks, k = random_rows(get_format(k_name), geo.tile, head_size, gen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from documents.common import Entries, table
@@ -90,6 +91,30 @@ def _crowd(record: dict[str, Any]) -> str:
     return f"{min(gains):.0f} to {max(gains):.0f}"
 
 
+def _saved_us(trial: dict[str, Any]) -> float:
+    return float(trial["before"] - trial["after"])
+
+
+def _slower(trial: dict[str, Any]) -> float:
+    """In percent."""
+    return 100 * (float(trial["after"]) / float(trial["before"]) - 1)
+
+
+def _halved(record: dict[str, Any], first: int, end: int, change: Callable[[dict[str, Any]], float]) -> list[float]:
+    """Of the trials of two warps on a stage."""
+    return list(map(change, _trials(record, "two warps on a stage", end)[first:]))
+
+
+def _range(values: list[float], digits: int) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def _q_together_long(record: dict[str, Any]) -> str:
+    """256 x 1K with Q prepared by all warps together, how much slower."""
+    fp8, nvfp4 = map(_slower, _trials(record, "Q prepared by all warps", 3)[1:])
+    return f"{fp8:.0f} % in fp8 and {nvfp4:.0f} % in nvfp4, head-major"
+
+
 def _round_us(record: dict[str, Any]) -> float:
     """What a second round of tiles costs a short call."""
     readings = record["readings"]
@@ -132,6 +157,13 @@ NUMBERS: Entries = {
         "development.json",
         lambda record: _before_and_after(_trials(record, "rows of one piece for long lines", 1)[0]),
     ),
+    "development.halved-us": ("development.json", lambda record: _range(_halved(record, 0, 4, _saved_us), 1)),
+    "development.halved-nvfp4": ("development.json", lambda record: _range(_halved(record, 5, 7, _slower), 0)),
+    "development.q-together-long": ("development.json", _q_together_long),
+    "host.run": ("development.json", lambda record: f"{record['host']['run']:.1f}"),
+    "host.kernel": ("development.json", lambda record: f"{record['host']['kernel_call']:.1f}"),
+    "host.plan": ("development.json", lambda record: f"{record['host']['plan_device']:.1f}"),
+    "host.build": ("development.json", lambda record: f"{record['host']['build_plan_256']:.0f}"),
     "development.q-together": (
         "development.json",
         lambda record: " to ".join(
