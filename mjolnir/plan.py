@@ -1,7 +1,7 @@
 """The balanced plan of one decode step: cut the step's work into rows that the CTAs of the kernel take one by one.
 
-The work lies on one line, items (sequence, KV head) one after the other, each as long as its tiles of PLAN_TILE
-tokens plus PIECE_COST for what a piece costs beside its tiles; or, where rows are aligned to items (aligned_share), as
+The work lies on one line, items (sequence, KV head) one after the other, each as long as its tiles of PLAN_TILE tokens
+plus what a piece costs beside its tiles (PlanShape.piece_cost); or, where rows are aligned to items (aligned_share), as
 long as its tiles alone, rounded up to whole rows. The line is cut into rows; a row may hold several pieces, an item may
 span several rows, and no length has a say in how many rows there are. CTA c starts with row c; whoever is done takes
 the next row that nobody has. There are as many rows as CTAs, or over equal lengths a few less that end where items do;
@@ -42,8 +42,13 @@ PIECE_COST = 2
 """What a piece costs beside its tiles, in tiles: 2-3 us (Q, the merge of the warps, the output), of which the ring
 hides some; a tile takes a CTA about 1 us once all of them stream."""
 
-MIN_SHARE = 4 + PIECE_COST
-"""Smallest row, piece cost included: four tiles keep a CTA's four consumer warps busy."""
+LOW_BIT_PIECE_COSTS = {6: 4, 4: 6}
+"""Likewise, by bits. There a CTA waits for its warps, so that nothing hides what they do beside tiles, and a tile takes
+less time: 32 mixed lengths of nvfp4 took 91 us with 2, 84 with 4, 83 with 6 and 88 with 14, of e2m3 100, 98, 99, 102.
+"""
+
+MIN_TILES = 4
+"""Of the smallest row, beside a piece's cost: they keep a CTA's four consumer warps busy."""
 
 ARRIVE, WAIT, PAIRED = range(3)
 """How splits are merged: by whoever is done last; or, where each CTA has one row of one piece, by all rows together,
@@ -74,9 +79,9 @@ ALIGN_SLACK = 3
 another merges twice, and by arrival. With 32 q rows 1 x 128K took 100 us so, and 75 us in rows 3 % longer; 32/4,
 4 x 128K took 139 and 131."""
 
-WHOLE_SLACK = 2 * PIECE_COST
-"""Rows over equal lengths end where items end if that makes them at most so many tiles longer than equal ones: cut
-anywhere, nearly every row has a piece more, and a merge to see to."""
+WHOLE_SLACK = 2
+"""Rows over equal lengths end where items end if that makes them longer than equal ones by the cost of at most so many
+pieces: cut anywhere, nearly every row has a piece more, and a merge to see to."""
 
 INT32_MAX = 2**31 - 1
 
@@ -94,6 +99,7 @@ class PlanShape:
     pairs: bool = True  # CTAs are halves of larger ones, two by two
     fixed_tiles: int = 0  # tiles per split where cuts follow from an item alone; 0: cuts follow from balance
     fixed_rows: int = 0  # rows kept for that; more work than they hold goes to the last one
+    piece_cost: int = PIECE_COST
 
     @property
     def num_rows(self) -> int:
@@ -118,8 +124,8 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
         margin: plan every sequence this many tokens longer.
 
     Returns:
-        (1 + shape.num_rows, PLAN_COLUMNS) int32: header and rows. A row's tiles plus PIECE_COST per piece exceed the
-        share of its segment by at most PIECE_COST, unless max_splits = 1.
+        (1 + shape.num_rows, PLAN_COLUMNS) int32: header and rows. A row's tiles plus piece_cost per piece exceed the
+        share of its segment by at most piece_cost, unless max_splits = 1.
     """
     # Lengths on the device are int32, and so is a kernel's way from tiles to tokens.
     lens = np.minimum(np.asarray(seq_lens, dtype=np.int64) + min(margin, INT32_MAX), INT32_MAX)
@@ -131,7 +137,7 @@ def build_plan(seq_lens: npt.ArrayLike, shape: PlanShape, margin: int = 0) -> In
     even, skewed = longest * len(tiles) == work, longest * len(tiles) >= SKEWED * work
     aligned, rows = (shape.fixed_tiles, 1) if shape.fixed_tiles else aligned_share(tiles, work, longest, skewed, shape)
     split = aligned * rows
-    cost = 0 if aligned else PIECE_COST  # a row of one piece pays it beside its share, like every other row
+    cost = 0 if aligned else shape.piece_cost  # a row of one piece pays it beside its share, like every other row
     length = (tiles + (split - 1)) // split * split if aligned else tiles + cost
     seq_length = length * shape.num_kv_heads
     seq_end = seq_length.cumsum()
@@ -195,14 +201,15 @@ def aligned_share(tiles: Int64Array, work: int, longest: int, skewed: bool, shap
 def cut_line(total: int, longest: int, even: bool, skewed: bool, shape: PlanShape) -> list[Segment]:
     """The segments that cover a line of ``total``; ``longest``: most tiles of a sequence, ``even``: all have as many,
     ``skewed``: see SKEWED."""
-    equal = -(-total // shape.num_ctas)
+    equal, smallest = -(-total // shape.num_ctas), MIN_TILES + shape.piece_cost
     if shape.max_splits not in (None, 1):
         # n tiles touch at most (n - 2) // share + 2 rows of one size.
-        return [Segment(0, 0, max(equal, MIN_SHARE, (longest - 2) // (shape.max_splits - 1) + 1))]
+        return [Segment(0, 0, max(equal, smallest, (longest - 2) // (shape.max_splits - 1) + 1))]
     if equal < DYNAMIC_ABOVE or not skewed:
-        item = longest + PIECE_COST
+        item = longest + shape.piece_cost
         whole = -(-equal // item) * item
-        return [Segment(0, 0, whole if even and whole <= equal + WHOLE_SLACK else max(equal, MIN_SHARE))]
+        ends_with_items = even and whole <= equal + WHOLE_SLACK * shape.piece_cost
+        return [Segment(0, 0, whole if ends_with_items else max(equal, smallest))]
     segments, start, first_row = [], 0, 0
     for rows, tenths in SHARES:
         share = -(-total * tenths // (10 * shape.num_ctas))

@@ -21,7 +21,8 @@ from mjolnir.plan import (
     ALIGN_SLACK,
     ARRIVE,
     DYNAMIC_ABOVE,
-    MIN_SHARE,
+    LOW_BIT_PIECE_COSTS,
+    MIN_TILES,
     PAIR_TILES,
     PAIRED,
     PAIRED_TILES,
@@ -48,17 +49,17 @@ def planned_tiles(lens: Sequence[int], margin: int) -> list[int]:
     return [max(1, (int(length) + margin + PLAN_TILE - 1) // PLAN_TILE) for length in lens]
 
 
-def loads(plan: np.ndarray, lens: Sequence[int], heads: int, margin: int) -> list[int]:
-    """Units of each row: tiles planned, and PIECE_COST for each piece."""
+def loads(plan: np.ndarray, lens: Sequence[int], shape: PlanShape, margin: int) -> list[int]:
+    """Units of each row: tiles planned, and the cost of each piece."""
     units = [0] * (len(plan) - 1)
     tiles = planned_tiles(lens, margin)
-    for piece in walk(plan, [n * PLAN_TILE for n in tiles], heads):
-        units[piece.row] += max(0, piece.end - piece.begin) // PLAN_TILE + PIECE_COST
+    for piece in walk(plan, [n * PLAN_TILE for n in tiles], shape.num_kv_heads):
+        units[piece.row] += max(0, piece.end - piece.begin) // PLAN_TILE + shape.piece_cost
     return units
 
 
-def total_units(lens: Sequence[int], heads: int, margin: int) -> int:
-    return sum((n + PIECE_COST) * heads for n in planned_tiles(lens, margin))
+def total_units(lens: Sequence[int], shape: PlanShape, margin: int) -> int:
+    return sum((n + shape.piece_cost) * shape.num_kv_heads for n in planned_tiles(lens, margin))
 
 
 SHORT = st.integers(0, 4 * PLAN_TILE)
@@ -82,7 +83,8 @@ def cases(draw: st.DrawFn, max_splits: st.SearchStrategy[int | None] = UNCAPPED)
     lens = draw(LENGTHS)
     heads = draw(st.integers(1, max(1, min(64, 8192 // max(1, len(lens))))))
     rows = draw(st.integers(1, 400))
-    shape = PlanShape(rows, heads, draw(max_splits), pairs=draw(st.booleans()))
+    cost = draw(st.sampled_from([PIECE_COST, *LOW_BIT_PIECE_COSTS.values()]))
+    shape = PlanShape(rows, heads, draw(max_splits), pairs=draw(st.booleans()), piece_cost=cost)
     return lens, shape, draw(st.sampled_from([0, 1, 63, 64, 1000]))
 
 
@@ -123,7 +125,7 @@ def test_every_token_of_every_item_is_covered_once_whatever_the_live_lengths(cas
 
 
 def equal_share(lens: Sequence[int], shape: PlanShape, margin: int) -> int:
-    return -(-total_units(lens, shape.num_kv_heads, margin) // shape.num_ctas)
+    return -(-total_units(lens, shape, margin) // shape.num_ctas)
 
 
 def shrinking(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
@@ -139,7 +141,10 @@ def whole_items(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
     if len(set(tiles)) != 1 or shape.max_splits not in (None, 1) or aligned_rows(lens, shape, margin) is not None:
         return False
     equal = equal_share(lens, shape, margin)
-    return any(equal <= n * (tiles[0] + PIECE_COST) <= equal + WHOLE_SLACK for n in range(1, items + 1))
+    return any(
+        equal <= n * (tiles[0] + shape.piece_cost) <= equal + WHOLE_SLACK * shape.piece_cost
+        for n in range(1, items + 1)
+    )
 
 
 def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[int, int] | None:
@@ -182,23 +187,23 @@ LONG_STEPS = (
 def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
     lens, shape, margin = case
     plan = make_plan(lens, shape, margin)
-    units = loads(plan, lens, shape.num_kv_heads, margin)
+    units = loads(plan, lens, shape, margin)
     equal = equal_share(lens, shape, margin)
     aligned = aligned_rows(lens, shape, margin)
     if aligned is not None:  # a piece a row
         rows = [piece.row for piece in walk(plan, lens, shape.num_kv_heads)]
         assert rows == list(range(plan[0, 0])) and len(rows) <= shape.num_ctas
-        assert max(units) <= aligned[0] + PIECE_COST
+        assert max(units) <= aligned[0] + shape.piece_cost
     elif whole_items(lens, shape, margin):
         assert plan[0, 0] <= shape.num_ctas and not plan[1:, [2, 5]].any()
-        assert max(units) <= equal + WHOLE_SLACK
+        assert max(units) <= equal + WHOLE_SLACK * shape.piece_cost
     elif not shrinking(lens, shape, margin):
         assert plan[0, 0] <= shape.num_ctas
-        assert max(units) <= max(equal, MIN_SHARE) + PIECE_COST
+        assert max(units) <= max(equal, MIN_TILES + shape.piece_cost) + shape.piece_cost
     else:
-        tenth = total_units(lens, shape.num_kv_heads, margin) / (10 * shape.num_ctas)
+        tenth = total_units(lens, shape, margin) / (10 * shape.num_ctas)
         shares = [tenths * tenth for rows, tenths in SHARES for _ in range(rows * shape.num_ctas)]
-        assert all(n < share + 1 + PIECE_COST for n, share in zip(units, shares, strict=True))
+        assert all(n < share + 1 + shape.piece_cost for n, share in zip(units, shares, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -285,13 +290,13 @@ def test_ctas_of_unequal_speed_end_within_a_small_row_of_the_ideal(case, gpc_siz
     lens, shape, margin = case
     if aligned_rows(lens, shape, margin) or not shrinking(lens, shape, margin):
         return  # a row each
-    units = loads(make_plan(lens, shape, margin), lens, shape.num_kv_heads, margin)
+    units = loads(make_plan(lens, shape, margin), lens, shape, margin)
     speeds = [1 / gpc_sizes[cta % len(gpc_sizes)] for cta in range(shape.num_ctas)]
     busy_until = [(0.0, speed) for speed in speeds]
     for n in units:  # whoever is done takes the next row
         now, speed = busy_until[0]
         heapq.heapreplace(busy_until, (now + n / speed, speed))
-    smallest = SHARES[-1][1] / 10 * equal_share(lens, shape, margin) + 1 + PIECE_COST
+    smallest = SHARES[-1][1] / 10 * equal_share(lens, shape, margin) + 1 + shape.piece_cost
     assert max(busy_until)[0] <= sum(units) / sum(speeds) + smallest / min(speeds)
 
 
@@ -302,9 +307,9 @@ def test_without_splits_no_row_gets_more_than_a_share_and_one_item(case):
     plan = make_plan(lens, shape, margin)
     assert not plan[1:, [2, 5, 6, 7]].any()
     assert all(piece.first_row == piece.last_row for piece in walk(plan, lens, shape.num_kv_heads))
-    longest = max(planned_tiles(lens, margin), default=0) + PIECE_COST
-    share = max(total_units(lens, shape.num_kv_heads, margin) / shape.num_ctas + 1, MIN_SHARE)
-    assert max(loads(plan, lens, shape.num_kv_heads, margin)) <= share + longest
+    longest = max(planned_tiles(lens, margin), default=0) + shape.piece_cost
+    share = max(total_units(lens, shape, margin) / shape.num_ctas + 1, MIN_TILES + shape.piece_cost)
+    assert max(loads(plan, lens, shape, margin)) <= share + longest
 
 
 @given(cases(st.integers(2, 40)))
@@ -317,8 +322,8 @@ def test_no_item_has_more_splits_than_max_splits(case):
     assert max((len(pieces) for pieces in items.values()), default=0) <= shape.max_splits
     # Rows are no longer for it than they must: the first holds a tile of an item, max_splits - 1 more its others.
     others = max(planned_tiles(lens, margin), default=1) - 1
-    share = max(equal_share(lens, shape, margin), MIN_SHARE, -(-others // (shape.max_splits - 1)))
-    assert max(loads(plan, lens, shape.num_kv_heads, margin)) <= share + PIECE_COST
+    share = max(equal_share(lens, shape, margin), MIN_TILES + shape.piece_cost, -(-others // (shape.max_splits - 1)))
+    assert max(loads(plan, lens, shape, margin)) <= share + shape.piece_cost
 
 
 @given(cases(ANY_SPLITS))

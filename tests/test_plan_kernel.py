@@ -39,6 +39,9 @@ CASES = [
     ([8192] * 64, PlanShape(264, 8), 0),
     ([1024] * 256, PlanShape(264, 8), 1),
     ([500_000] + [1] * 1023, PlanShape(264, 8), 0),
+    # What a piece costs decides where rows end, and whether they end with items.
+    *((lens, PlanShape(264, 8, piece_cost=cost), 0) for cost in (4, 6) for lens in ([8192] * 64, [1024] * 256)),
+    ([60_000, 128, 9000, 700] * 8, PlanShape(264, 8, piece_cost=6), 0),
     ([0, 0, 0], PlanShape(264, 8), 0),
     ([], PlanShape(264, 8), 0),
     ([64, 65, 0, 129], PlanShape(3, 2), 0),
@@ -83,7 +86,9 @@ def random_cases(count: int, seed: int) -> list[tuple[list[int], PlanShape, int]
         scale = int(2 ** rng.uniform(0, 18))
         lens = rng.integers(0, scale + 1, size=int(2 ** rng.uniform(0, 7))).tolist()
         max_splits, pairs = rng.choice([None, None, None, 1, 2, 7]), bool(rng.integers(0, 3))
-        shape = PlanShape(int(rng.integers(1, 300)), int(rng.integers(1, 9)), max_splits, pairs)
+        shape = PlanShape(
+            int(rng.integers(1, 300)), int(rng.integers(1, 9)), max_splits, pairs, piece_cost=int(rng.integers(1, 9))
+        )
         if rng.integers(0, 4) == 0:
             tiles, rows = int(rng.integers(1, 40)), int(rng.integers(1, 500))
             shape = PlanShape(shape.num_ctas // 4 + 1, shape.num_kv_heads, fixed_tiles=tiles, fixed_rows=rows)
@@ -146,6 +151,7 @@ def test_compiles_for_hopper_without_spills(num_seqs: int, pairs: bool, max_spli
         "PAIRS": pairs,
         "MAX_SPLITS": max_splits,
         "FIXED_TILES": fixed_tiles,
+        "COST": 2,
         "BLOCK_SEQS": num_seqs,
         "BLOCK_ROWS": plan_kernel.ROWS_PER_PROGRAM,
     }

@@ -17,7 +17,15 @@ from mjolnir.compiler import kernel_cache
 from mjolnir.kernels.choice import geometry_of, takes_crowd
 from mjolnir.kernels.geometry import UNSET
 from mjolnir.kernels.launch_args import LaunchArgs
-from mjolnir.plan import PLAN_COLUMNS, PLAN_TILE, PlanShape, build_plan, fixed_rows
+from mjolnir.plan import (
+    LOW_BIT_PIECE_COSTS,
+    PIECE_COST,
+    PLAN_COLUMNS,
+    PLAN_TILE,
+    PlanShape,
+    build_plan,
+    fixed_rows,
+)
 from mjolnir.signature import DTYPE_NAMES, RunnerShape, Signature
 from mjolnir.tuning import Tuning
 from mjolnir.variant import PANEL_ROWS, Variant, rows_class
@@ -77,10 +85,13 @@ def kernel_variant(
     return dataclasses.replace(variant, crowd=shape.has_many_items and takes_crowd(variant))
 
 
-def plan_shape(tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool) -> PlanShape:
-    """The fixed sizes of a plan, from a runner's arguments."""
+def plan_shape(
+    tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool, bits: int = 8
+) -> PlanShape:
+    """The fixed sizes of a plan, from a runner's arguments; ``bits``: of an element of K or V, whichever has fewer."""
     if tuning.fixed_split is None or tuning.max_step_tokens is None:
-        return PlanShape(num_ctas, num_kv_heads, tuning.max_splits, pairs)
+        piece_cost = LOW_BIT_PIECE_COSTS.get(bits, PIECE_COST)
+        return PlanShape(num_ctas, num_kv_heads, tuning.max_splits, pairs, piece_cost=piece_cost)
     rows = fixed_rows(max_num_seqs, tuning.max_step_tokens, tuning.fixed_split, num_kv_heads)
     return PlanShape(num_ctas, num_kv_heads, fixed_tiles=tuning.fixed_split // PLAN_TILE, fixed_rows=rows)
 
@@ -111,7 +122,8 @@ class CuteBackend:
             geometry = geometry_of(self.variant(q_len, "bf16", False))
             num_ctas = self.sm_count * geometry.ctas_per_sm
             heads = -(-self.shape.num_kv_heads // geometry.heads_per_item)
-            shape = plan_shape(self.tuning, num_ctas, heads, self.max_num_seqs, geometry.halves == 2)
+            bits = min(geometry.k.bits, geometry.v.bits)
+            shape = plan_shape(self.tuning, num_ctas, heads, self.max_num_seqs, geometry.halves == 2, bits)
             buffer = PlanBuffer.make(shape, self.device)
             size = geometry.partial_floats, shape.num_rows
             if size not in self._partials:

@@ -20,7 +20,7 @@ sequences a program makes fewer rows."""
 
 INT32_MAX = tl.constexpr(plan.INT32_MAX)
 FAR = tl.constexpr(2**62)
-TILE, COST, MIN_SHARE = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.PIECE_COST), tl.constexpr(plan.MIN_SHARE)
+TILE, MIN_TILES = tl.constexpr(plan.PLAN_TILE), tl.constexpr(plan.MIN_TILES)
 COLUMNS = tl.constexpr(plan.PLAN_COLUMNS)
 DYNAMIC_ABOVE, SKEWED = tl.constexpr(plan.DYNAMIC_ABOVE), tl.constexpr(plan.SKEWED)
 ALIGN_SLACK, WHOLE_SLACK = tl.constexpr(plan.ALIGN_SLACK), tl.constexpr(plan.WHOLE_SLACK)
@@ -90,6 +90,7 @@ def _build_plan(
     PAIRS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # 0: no cap
     FIXED_TILES: tl.constexpr,  # 0: cuts follow from balance
+    COST: tl.constexpr,  # of a piece
     BLOCK_SEQS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
@@ -129,7 +130,7 @@ def _build_plan(
     starts = tl.cumsum(length * HEADS, 0) - length * HEADS
     total = tl.sum(length * HEADS, 0)
     equal = (total + (NUM_CTAS - 1)) // NUM_CTAS
-    share_0 = tl.where(aligned > 0, aligned, tl.maximum(equal, MIN_SHARE))
+    share_0 = tl.where(aligned > 0, aligned, tl.maximum(equal, MIN_TILES + COST))
     share_1 = tl.zeros_like(share_0) + 1
     start_1 = tl.zeros_like(share_0) + FAR
     row_1 = tl.zeros_like(share_0) + FAR
@@ -139,7 +140,7 @@ def _build_plan(
         item = tl.maximum(longest, 1) + COST
         whole = (equal + (item - 1)) // item * item
         even = (aligned == 0) & (num_seqs > 0) & (longest * num_seqs == tl.sum(tiles, 0))
-        share_0 = tl.where(even & (whole <= equal + WHOLE_SLACK), whole, share_0)
+        share_0 = tl.where(even & (whole <= equal + WHOLE_SLACK * COST), whole, share_0)
         guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & skewed
         share_0 = tl.where(guided, (total * TENTHS_0 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_0)
         share_1 = tl.where(guided, (total * TENTHS_1 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_1)
@@ -214,6 +215,7 @@ def build_plan_on_device(
         "PAIRS": shape.pairs,
         "MAX_SPLITS": shape.max_splits or 0,
         "FIXED_TILES": shape.fixed_tiles,
+        "COST": shape.piece_cost,
         "BLOCK_SEQS": block_seqs,
         "BLOCK_ROWS": block_rows,
     }

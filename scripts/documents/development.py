@@ -157,6 +157,28 @@ NUMBERS: Entries = {
         "development.json",
         lambda record: _before_and_after(_trials(record, "rows of one piece for long lines", 1)[0]),
     ),
+    "development.piece-cost": (
+        "development.json",
+        lambda record: _before_and_after(_trials(record, "a piece of nvfp4 counted as six", 1)[0]),
+    ),
+    "development.turns": (
+        "development.json",
+        lambda record: ", ".join(map(_before_and_after, _trials(record, "O of a tile and S of the next", 4))),
+    ),
+    "development.three-groups": (
+        "development.json",
+        lambda record: _before_and_after(_trials(record, "three warpgroups of 160 registers", 1)[0]),
+    ),
+    "power.mhz": ("development.json", lambda record: f"{min(m for r in record['power']['rows'] for m in r['mhz'])}"),
+    "power.highest-mhz": ("development.json", lambda record: f"{record['power']['highest_mhz']}"),
+    "power.wide": (
+        "development.json",
+        lambda record: "{us_first:.0f} and then {us:.0f}".format(**record["power"]["rows"][0]),
+    ),
+    "power.narrow": (
+        "development.json",
+        lambda record: "{us_first:.0f} and {us:.0f}".format(**record["power"]["rows"][2]),
+    ),
     "development.halved-us": ("development.json", lambda record: _range(_halved(record, 0, 4, _saved_us), 1)),
     "development.halved-nvfp4": ("development.json", lambda record: _range(_halved(record, 5, 7, _slower), 0)),
     "development.q-together-long": ("development.json", _q_together_long),
