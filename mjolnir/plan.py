@@ -38,14 +38,11 @@ PLAN_TILE = 64
 PLAN_COLUMNS = 8
 """int32 words of the header, and of a row."""
 
-PIECE_COST = 2
-"""What a piece costs beside its tiles, in tiles: 2-3 us (Q, the merge of the warps, the output), of which the ring
-hides some; a tile takes a CTA about 1 us once all of them stream."""
-
-LOW_BIT_PIECE_COSTS = {6: 4, 4: 6}
-"""Likewise, by bits. There a CTA waits for its warps, so that nothing hides what they do beside tiles, and a tile takes
-less time: 32 mixed lengths of nvfp4 took 91 us with 2, 84 with 4, 83 with 6 and 88 with 14, of e2m3 100, 98, 99, 102.
-"""
+PIECE_COSTS = {16: 2, 8: 2, 6: 4, 4: 6}
+"""What a piece costs beside its tiles, in tiles, by the bits of K and V: 2-3 us (Q, the merge of the warps, the
+output), of which the ring hides some; a tile takes a CTA about 1 us once all of them stream. Of six and four bits a
+tile takes less, and a CTA waits for its warps, so that nothing hides what they do beside tiles: 32 mixed lengths of
+nvfp4 took 91 us with 2, 84 with 4, 83 with 6 and 88 with 14, of e2m3 100, 98, 99, 102."""
 
 MIN_TILES = 4
 """Of the smallest row, beside a piece's cost: they keep a CTA's four consumer warps busy."""
@@ -79,9 +76,10 @@ ALIGN_SLACK = 3
 another merges twice, and by arrival. With 32 q rows 1 x 128K took 100 us so, and 75 us in rows 3 % longer; 32/4,
 4 x 128K took 139 and 131."""
 
-WHOLE_SLACK = 2
-"""Rows over equal lengths end where items end if that makes them longer than equal ones by the cost of at most so many
-pieces: cut anywhere, nearly every row has a piece more, and a merge to see to."""
+WHOLE_SLACK = 4
+"""Rows over equal lengths end where items end if their tiles are then at most so many more than an equal share: cut
+anywhere, nearly every row has a piece more, and a merge to see to. With rows 8 tiles longer than a share nvfp4, 64 x 8K
+head-major took 169 us, cut anywhere 161."""
 
 INT32_MAX = 2**31 - 1
 
@@ -99,7 +97,7 @@ class PlanShape:
     pairs: bool = True  # CTAs are halves of larger ones, two by two
     fixed_tiles: int = 0  # tiles per split where cuts follow from an item alone; 0: cuts follow from balance
     fixed_rows: int = 0  # rows kept for that; more work than they hold goes to the last one
-    piece_cost: int = PIECE_COST
+    piece_cost: int = PIECE_COSTS[8]
 
     @property
     def num_rows(self) -> int:
@@ -207,9 +205,10 @@ def cut_line(total: int, longest: int, even: bool, skewed: bool, shape: PlanShap
         return [Segment(0, 0, max(equal, smallest, (longest - 2) // (shape.max_splits - 1) + 1))]
     if equal < DYNAMIC_ABOVE or not skewed:
         item = longest + shape.piece_cost
-        whole = -(-equal // item) * item
-        ends_with_items = even and whole <= equal + WHOLE_SLACK * shape.piece_cost
-        return [Segment(0, 0, whole if ends_with_items else max(equal, smallest))]
+        items = total // item
+        most = -(-items // shape.num_ctas)  # whole ones that a CTA takes
+        ends_with_items = even and (most * shape.num_ctas - items) * longest <= WHOLE_SLACK * shape.num_ctas
+        return [Segment(0, 0, most * item if ends_with_items else max(equal, smallest))]
     segments, start, first_row = [], 0, 0
     for rows, tenths in SHARES:
         share = -(-total * tenths // (10 * shape.num_ctas))

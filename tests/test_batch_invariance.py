@@ -118,7 +118,7 @@ def test_more_tokens_than_there_are_rows_for_are_refused() -> None:
 
 def test_rows_suffice_for_every_step_that_is_not_refused() -> None:
     """The worst is a token past a multiple of fixed_split in each sequence."""
-    shape = plan_shape(Tuning(fixed_split=128, max_step_tokens=5 * 129), 1, 3, max_num_seqs=5, pairs=True)
+    shape = plan_shape(Tuning(fixed_split=128, max_step_tokens=5 * 129), 1, 3, max_num_seqs=5, pairs=True, bits=8)
     assert (shape.fixed_tiles, shape.num_rows) == (128 // PLAN_TILE, 3 * 10)
     assert build_plan([129] * 5, shape)[0, 0] == 30
-    assert plan_shape(Tuning(max_splits=2), 7, 3, 5, pairs=False).num_rows == 21
+    assert plan_shape(Tuning(max_splits=2), 7, 3, 5, pairs=False, bits=4).num_rows == 21

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fractions
 import heapq
 import itertools
 import math
@@ -21,12 +22,11 @@ from mjolnir.plan import (
     ALIGN_SLACK,
     ARRIVE,
     DYNAMIC_ABOVE,
-    LOW_BIT_PIECE_COSTS,
     MIN_TILES,
     PAIR_TILES,
     PAIRED,
     PAIRED_TILES,
-    PIECE_COST,
+    PIECE_COSTS,
     PLAN_COLUMNS,
     PLAN_TILE,
     ROWS_PER_CTA,
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn, max_splits: st.SearchStrategy[int | None] = UNCAPPED)
     lens = draw(LENGTHS)
     heads = draw(st.integers(1, max(1, min(64, 8192 // max(1, len(lens))))))
     rows = draw(st.integers(1, 400))
-    cost = draw(st.sampled_from([PIECE_COST, *LOW_BIT_PIECE_COSTS.values()]))
+    cost = draw(st.sampled_from(sorted(set(PIECE_COSTS.values()))))
     shape = PlanShape(rows, heads, draw(max_splits), pairs=draw(st.booleans()), piece_cost=cost)
     return lens, shape, draw(st.sampled_from([0, 1, 63, 64, 1000]))
 
@@ -140,11 +140,8 @@ def whole_items(lens: Sequence[int], shape: PlanShape, margin: int) -> bool:
     tiles, items = planned_tiles(lens, margin), len(lens) * shape.num_kv_heads
     if len(set(tiles)) != 1 or shape.max_splits not in (None, 1) or aligned_rows(lens, shape, margin) is not None:
         return False
-    equal = equal_share(lens, shape, margin)
-    return any(
-        equal <= n * (tiles[0] + shape.piece_cost) <= equal + WHOLE_SLACK * shape.piece_cost
-        for n in range(1, items + 1)
-    )
+    share = fractions.Fraction(items * tiles[0], shape.num_ctas)
+    return any(0 <= n * tiles[0] - share <= WHOLE_SLACK for n in range(1, items + 1))
 
 
 def aligned_rows(lens: Sequence[int], shape: PlanShape, margin: int) -> tuple[int, int] | None:
@@ -196,7 +193,10 @@ def test_rows_exceed_their_share_by_no_more_than_a_piece_s_cost(case):
         assert max(units) <= aligned[0] + shape.piece_cost
     elif whole_items(lens, shape, margin):
         assert plan[0, 0] <= shape.num_ctas and not plan[1:, [2, 5]].any()
-        assert max(units) <= equal + WHOLE_SLACK * shape.piece_cost
+        tiles = planned_tiles(lens, margin)[0]
+        pieces = -(-len(lens) * shape.num_kv_heads // shape.num_ctas)
+        assert max(units) == pieces * (tiles + shape.piece_cost)
+        assert pieces * tiles <= len(lens) * shape.num_kv_heads * tiles / shape.num_ctas + WHOLE_SLACK
     elif not shrinking(lens, shape, margin):
         assert plan[0, 0] <= shape.num_ctas
         assert max(units) <= max(equal, MIN_TILES + shape.piece_cost) + shape.piece_cost

@@ -18,8 +18,7 @@ from mjolnir.kernels.choice import geometry_of, takes_crowd
 from mjolnir.kernels.geometry import UNSET
 from mjolnir.kernels.launch_args import LaunchArgs
 from mjolnir.plan import (
-    LOW_BIT_PIECE_COSTS,
-    PIECE_COST,
+    PIECE_COSTS,
     PLAN_COLUMNS,
     PLAN_TILE,
     PlanShape,
@@ -86,12 +85,11 @@ def kernel_variant(
 
 
 def plan_shape(
-    tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool, bits: int = 8
+    tuning: Tuning, num_ctas: int, num_kv_heads: int, max_num_seqs: int, pairs: bool, bits: int
 ) -> PlanShape:
     """The fixed sizes of a plan, from a runner's arguments; ``bits``: of an element of K or V, whichever has fewer."""
     if tuning.fixed_split is None or tuning.max_step_tokens is None:
-        piece_cost = LOW_BIT_PIECE_COSTS.get(bits, PIECE_COST)
-        return PlanShape(num_ctas, num_kv_heads, tuning.max_splits, pairs, piece_cost=piece_cost)
+        return PlanShape(num_ctas, num_kv_heads, tuning.max_splits, pairs, piece_cost=PIECE_COSTS[bits])
     rows = fixed_rows(max_num_seqs, tuning.max_step_tokens, tuning.fixed_split, num_kv_heads)
     return PlanShape(num_ctas, num_kv_heads, fixed_tiles=tuning.fixed_split // PLAN_TILE, fixed_rows=rows)
 

@@ -138,9 +138,11 @@ def _build_plan(
         share_0 = tl.maximum(share_0, (longest - 2) // (MAX_SPLITS - 1) + 1)
     else:
         item = tl.maximum(longest, 1) + COST
-        whole = (equal + (item - 1)) // item * item
+        items = total // item
+        most = (items + (NUM_CTAS - 1)) // NUM_CTAS
         even = (aligned == 0) & (num_seqs > 0) & (longest * num_seqs == tl.sum(tiles, 0))
-        share_0 = tl.where(even & (whole <= equal + WHOLE_SLACK * COST), whole, share_0)
+        ends_with_items = even & ((most * NUM_CTAS - items) * longest <= WHOLE_SLACK * NUM_CTAS)
+        share_0 = tl.where(ends_with_items, most * item, share_0)
         guided = (aligned == 0) & (equal >= DYNAMIC_ABOVE) & skewed
         share_0 = tl.where(guided, (total * TENTHS_0 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_0)
         share_1 = tl.where(guided, (total * TENTHS_1 + (10 * NUM_CTAS - 1)) // (10 * NUM_CTAS), share_1)
