@@ -23,6 +23,7 @@ from report import write_whole
 
 PROMPTS, TOKENS, TOP, DRAFTS = 64, 48, 5, 3
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+STOCK = ("FLASH_ATTN", "TRITON_ATTN")
 
 TEXTS = (
     "The hammer fell, and the mountain answered. ",
@@ -125,7 +126,8 @@ def main() -> None:
     parser.add_argument(
         "--runs",
         required=True,
-        help="of graphs, eager, default, graphs+ngram, eager+ngram, shadow, rounded, FLASH_ATTN",
+        help=f"of graphs, eager, default, shadow, rounded, {', '.join(STOCK)}; with +ngram: drafts, +alone: a prompt "
+        "at a time",
     )
     parser.add_argument(
         "--codec", action="store_true", help="the reference has a bf16 cache of what the codec keeps of K and V"
@@ -138,17 +140,19 @@ def main() -> None:
         write_whole(args.out, json.dumps(report, indent=1))
 
     def run(name: str) -> list[Generated] | None:
-        backend = OURS if name not in ("reference", "FLASH_ATTN") else "FLASH_ATTN"
+        mode, _, way = name.partition("+")
+        backend = "FLASH_ATTN" if mode == "reference" else mode if mode in STOCK else OURS
         codec = args.codec and name == "reference"
-        graphs = {"graphs": "decode", "default": "default"}.get(name.partition("+")[0], "none")
-        drafts = DRAFTS if name.endswith("+ngram") else 0
+        graphs = {"graphs": "decode", "default": "default"}.get(mode, "none")
+        drafts = DRAFTS if way == "ngram" else 0
         if name == "shadow":
             os.environ["MJOLNIR_VLLM_SHADOW"] = "16"
         engine = None
         try:
             engine = Engine(
                 args.model, backend, "bfloat16" if codec else args.kv, graphs=graphs, drafts=drafts,
-                capture_sizes=[size * (1 + drafts) for size in SIZES], max_model_len=1024, max_num_seqs=PROMPTS,
+                capture_sizes=[size * (1 + drafts) for size in SIZES], max_model_len=1024,
+                max_num_seqs=1 if way == "alone" else PROMPTS,
                 # Prefill comes in pieces, so that steps hold both.
                 max_num_batched_tokens=1024, gpu_memory_utilization=0.15, kv_cache_memory_bytes=2 << 30,
             )  # fmt: skip

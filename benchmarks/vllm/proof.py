@@ -46,16 +46,17 @@ BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
 METHOD = (
     "correctness: 64 prompts of 1 to 600 tokens, greedy, 48 tokens each, prefill in pieces of 1024 tokens between "
     "decode steps; every run against FLASH_ATTN, eager, of the same cache dtype, without speculation. chosen_diff: "
-    "|log-probability of the chosen token, ours - theirs| before the first divergence; near_ties: divergences at "
-    "which each token is among the other run's five best and at most 0.5 nat apart in both; faults: any other "
-    "difference. steps: what Mjolnir's counters say. FLASH_ATTN rounds queries to fp8 over fp8 caches, Mjolnir does "
-    "not, except in the run called rounded; for nvfp4 (and fp8#codec) it has a bf16 cache of what the codec, in "
-    "PyTorch, keeps of K and V. graphs: full CUDA graphs of decode steps, without torch.compile; default: what vLLM "
-    "does by itself. speed: a Qwen3-like model, 32 query heads on 8, head size 128, hidden size 4096, random weights "
-    "in bf16, fp8 cache full of random finite values, contexts without prefill through a KV connector that claims "
-    "them, full CUDA graphs of decode steps; itl_ms: wall time of 32 engine steps / 32 after 8 to warm up, the GPU "
-    "idle at both ends; expected_ms: what the kernels' times in decode.json say the step should save, times layers, "
-    "against saved_ms; kernels_saved_ms: how much less attention kernels take in a profile of such steps."
+    "|log-probability of the chosen token, ours - theirs| before the first divergence; near_ties: divergences at which "
+    "each token is among the other run's five best and at most 0.5 nat apart in both; faults: any other difference. "
+    "steps: what Mjolnir's counters say. FLASH_ATTN rounds queries to fp8 over fp8 caches, Mjolnir does not, except in "
+    "the run called rounded; for nvfp4 (and fp8#codec) it has a bf16 cache of what the codec, in PyTorch, keeps of K "
+    "and V. Runs named after a backend of vLLM's are that backend's; alone: one prompt at a time. graphs: full CUDA "
+    "graphs of decode steps, without torch.compile; default: what vLLM does by itself. speed: a Qwen3-like model, 32 "
+    "query heads on 8, head size 128, hidden size 4096, random weights in bf16, fp8 cache full of random finite "
+    "values, contexts without prefill through a KV connector that claims them, full CUDA graphs of decode steps; "
+    "itl_ms: wall time of 32 engine steps / 32 after 8 to warm up, the GPU idle at both ends; expected_ms: what the "
+    "kernels' times in decode.json say the step should save, times layers, against saved_ms; kernels_saved_ms: how "
+    "much less attention kernels take in a profile of such steps."
 )
 
 
@@ -174,6 +175,8 @@ class Proof:
             "fp8#rounded": "rounded",
             # FLASH_ATTN rounds queries, and its part of the softmax, to fp8: this tells whose a divergence is.
             "fp8#codec": "FLASH_ATTN,graphs",
+            # How far apart vLLM's own backends are, and one of them and itself where only the batch differs.
+            "fp8#stock": "TRITON_ATTN,FLASH_ATTN+alone",
             "bfloat16": "graphs,eager",
             "bfloat16#ngram": "eager+ngram,graphs+ngram",
         })  # fmt: skip
