@@ -6,7 +6,6 @@ from typing import Any
 
 from documents.common import Entries, origin, share, table
 
-
 AGAINST_CODEC = " against what the codec keeps"
 
 
