@@ -285,23 +285,37 @@ def test_captures_are_counted_apart(backend) -> None:
     assert str(COUNTERS) == "capture decode 1, decode 1"
 
 
-def test_another_block_table_is_planned_again(backend) -> None:
-    """Groups that differ in nothing but their block tables share a build; graphs of each read its own buffers."""
-    layers = [make_layer(f"l{i}", backend, seed=i) for i in range(2)]
-    first, second = (make_builder([layer]) for layer in layers)
-    common = make_common([1, 1], [40, 3])
-    metadata = first.build(0, common)
-    table = common.block_table_tensor.clone()
-    table[0, :3] = torch.tensor([9, 8, 7])
-    updated = second.update_block_table(metadata, table, common.slot_mapping)
-    plan = next(iter(getattr(updated, builder_module.STEP).plans.values()))
-    assert plan.runner is next(iter(second.decoder.runners.values()))
-    assert next(iter(getattr(metadata, builder_module.STEP).plans.values())).block_table is common.block_table_tensor
-    query = make_query(layers[1], 2)
-    out = attend(layers[1], updated, query)
-    common.block_table_tensor = table
-    assert worst_row(out, expected(layers[1], common, query)) <= ROW_TOLERANCE
-    assert COUNTERS.snapshot() == {"decode": 2}
+def test_builders_of_equal_specs_each_build(backend) -> None:
+    """vLLM hands one's metadata to another that can update its block table, even if its layers have other heads."""
+    target = make_layer("l0", backend, num_heads=8, num_kv_heads=2)
+    draft = make_layer("l1", backend, num_heads=4, num_kv_heads=2, seed=1)
+    common = make_common([1, 1, 20], [40, 3, 20])
+    for layer in (target, draft):
+        builder = make_builder([layer])
+        assert not builder.supports_update_block_table
+        query = make_query(layer, 22)
+        out = attend(layer, builder.build(0, common), query)
+        assert worst_row(out[:2], expected(layer, common, query)[:2]) <= ROW_TOLERANCE  # the others are the fallback's
+    assert COUNTERS.snapshot() == {"split": 2}
+
+
+def test_a_builder_that_is_derived_from_decodes_nothing(backend) -> None:
+    """It may make other metadata of ours, without the plan: steps would be counted that the fallback runs."""
+    layer = make_layer("l", backend)
+
+    class Rewriting(backend.get_builder_cls()):
+        pass
+
+    config = standins.make_config([layer])
+    builder = Rewriting(SimpleNamespace(block_size=16), ["l"], config, torch.device("cpu"))
+    assert builder.decoder is None and layer.impl.mjolnir_reason == "metadata that Rewriting rewrites"
+    builder.build(0, make_common([1, 1], [40, 3]))
+    assert COUNTERS.snapshot() == {"fallback: no layer decodes on Mjolnir": 1}
+
+
+def test_a_tensor_as_an_unknown_argument_is_a_reason(backend) -> None:
+    assert make_layer("l", backend, biases=torch.ones(3)).impl.mjolnir_reason == "argument biases"
+    assert make_layer("l", backend, biases=None, window=-1, flag=False).impl.mjolnir_reason is None
 
 
 def test_draft_steps_see_lengths_that_grew(backend) -> None:

@@ -70,6 +70,20 @@ def test_layers_of_a_model(
     assert layers(tmp_path, config, **options) == want
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "e2m3"])
+def test_a_cache_that_only_mjolnir_reads_has_no_fallback(tmp_path: Path, kv_cache_dtype: str) -> None:
+    mixed = LLAMA | {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention", "linear_attention"]}
+    assert layers(tmp_path, mixed, kv_cache_dtype=kv_cache_dtype) == {
+        "the server will stop: sliding window of 128": 1,
+        f"decode on Mjolnir: {kv_cache_dtype}, 32/8 heads of 128": 1,
+        "on FLASH_ATTN: layers of linear_attention": 1,
+    }
+    stops = {"the server will stop: no kernels for this device": 2}
+    assert layers(tmp_path, LLAMA, REFERENCE, kv_cache_dtype=kv_cache_dtype) == stops
+    kernels = doctor.describe(REFERENCE, "why not", kv_cache_dtype=kv_cache_dtype)["kernels"]
+    assert kernels == "no, the server will stop: why not"
+
+
 def test_without_kernels_everything_falls_back(tmp_path: Path) -> None:
     assert layers(tmp_path, LLAMA, REFERENCE) == {"on FLASH_ATTN: no kernels for this device": 2}
     assert doctor.describe(REFERENCE, "why not")["kernels"] == "no, everything runs on the fallback: why not"

@@ -171,6 +171,13 @@ def test_caches_of_our_own_are_not_transferred(backend, monkeypatch) -> None:
     assert make_layer("l.3", backend, kv_cache_dtype="fp8").impl.mjolnir_reason is None
 
 
+def test_prefill_from_copies_needs_a_fallback_that_takes_them(backend, monkeypatch) -> None:
+    monkeypatch.setenv("MJOLNIR_VLLM_FALLBACK", "FLASHINFER")
+    message = "MJOLNIR_VLLM_FALLBACK must be one of FLASH_ATTN, TRITON_ATTN for nvfp4 caches, .* got FLASHINFER"
+    with pytest.raises(ValueError, match=message):
+        make_layer("l.3", backend, kv_cache_dtype="nvfp4")
+
+
 def test_sleep_mode_is_a_reason(backend, monkeypatch) -> None:
     model = SimpleNamespace(enable_sleep_mode=True)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", config(model_config=model))
@@ -179,7 +186,9 @@ def test_sleep_mode_is_a_reason(backend, monkeypatch) -> None:
         make_layer("l.3", backend, kv_cache_dtype="nvfp4")
 
 
-@pytest.mark.parametrize("draft", ["draft_model.model.layers.3.attn", "mtp.layers.3.attn", "flagged.3"])
+@pytest.mark.parametrize(
+    "draft", ["draft_model.model.layers.3.attn", "mtp.layers.3.attn", "flagged.3", "model.layers.100.attn"]
+)
 def test_a_draft_model_does_not_take_the_targets_scales(backend, monkeypatch, tmp_path, draft) -> None:
     monkeypatch.setenv("MJOLNIR_VLLM_SCALES", str(write_scales(tmp_path, 2, 64, "head")))
     for name in OWN_NAMES:
@@ -302,10 +311,15 @@ def test_copies_hold_no_more_than_the_longest_request() -> None:
     scales = LayerScales(*[torch.tensor(1.0)] * 4, None, None)
     table = torch.tensor([[3, 4, 2**30], [5, -1, -1]], dtype=torch.int32)
     metadata = SimpleNamespace(
-        max_seq_len=20, block_table=table, seq_lens=torch.tensor([20, 3], dtype=torch.int32), scheduler_metadata="fp8"
+        max_seq_len=20,
+        block_table=table,
+        seq_lens=torch.tensor([20, 3], dtype=torch.int32),
+        scheduler_metadata="fp8",
+        prefix_scheduler_metadata="fp8",
     )
     shape = LayerShape(2, 1, 64, "nvfp4", torch.bfloat16)
     copied, changed = own_cache.expand(own_cache.split(cache, "nvfp4", 64), scales, shape, metadata)
     assert copied.shape == (4, 1, 16, 128) and copied.dtype == torch.bfloat16
-    assert changed.block_table.tolist() == [[0, 1], [2, 3]] and changed.scheduler_metadata is None
+    assert changed.block_table.tolist() == [[0, 1], [2, 3]]
+    assert changed.scheduler_metadata is None and changed.prefix_scheduler_metadata is None
     assert metadata.block_table is table and metadata.scheduler_metadata == "fp8"

@@ -35,6 +35,7 @@ from vllm.v1.attention.backend import (  # noqa: E402
 )
 from vllm.v1.attention.backends import flash_attn  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata  # noqa: E402
 from vllm.v1.worker.utils import AttentionGroup, select_common_block_size  # noqa: E402
 
@@ -254,9 +255,10 @@ def test_what_a_draft_and_a_capture_build(model: Path) -> None:
         COUNTERS.reset()
         captured = served.builder.build_for_cudagraph_capture(real)
         drafted = served.builder.build_for_drafting(real, 1)
-        updated = served.builder.update_block_table(drafted, real.block_table_tensor + 1, real.slot_mapping)
-    assert all(getattr(metadata, STEP).part.is_whole for metadata in (captured, drafted, updated))
-    assert COUNTERS.snapshot() == {"decode": 2, "capture decode": 1}
+    assert all(getattr(metadata, STEP).part.is_whole for metadata in (captured, drafted))
+    assert COUNTERS.snapshot() == {"decode": 1, "capture decode": 1}
+    assert flash_attn.FlashAttentionMetadataBuilder.supports_update_block_table
+    assert not served.builder.supports_update_block_table
     assert (
         served.builder.get_cudagraph_support(served.config, served.spec).value <= AttentionCGSupport.UNIFORM_BATCH.value
     )
@@ -264,6 +266,19 @@ def test_what_a_draft_and_a_capture_build(model: Path) -> None:
         assert served.builder.supports_draft_decode_metadata_update
         served.builder.update_draft_decode_metadata(drafted)
         assert getattr(drafted, STEP).plans
+
+
+def test_layers_whose_metadata_is_rewritten_are_the_fallbacks(model: Path) -> None:
+    """As vLLM does for layers that share another's cache (kv_sharing_fast_prefill)."""
+    served = Served(model, "fp8")
+    group = AttentionGroup(
+        create_fast_prefill_custom_backend("FastPrefill", served.backend), list(served.layers), served.spec, 0
+    )
+    with set_current_vllm_config(served.config):
+        group.create_metadata_builders(served.config, torch.device("cpu"), kernel_block_size=PAGE)
+    assert group.get_metadata_builder(0).decoder is None
+    reason = "metadata that FastPrefillAttentionBuilder rewrites"
+    assert {layer.impl.mjolnir_reason for layer in served.layers.values()} == {reason}
 
 
 def test_it_is_chosen_by_name(model: Path) -> None:
@@ -294,6 +309,14 @@ def test_odd_blocks_are_cut(block_size: int, page_size: int) -> None:
     assert backend.supports_block_size(block_size)
 
 
+def test_padded_blocks_are_left_whole() -> None:
+    """0.26 does not say which are."""
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    if HAS_NEW_NAMES:
+        assert select_common_block_size(528, [backend], SimpleNamespace(page_size_padded=999_424)) == 528
+        assert select_common_block_size(528, [backend], SimpleNamespace(page_size_padded=None)) == 16
+
+
 def test_the_standins_have_vllms_signatures() -> None:
     fields = CommonAttentionMetadata.__dataclass_fields__
     ours = {name for name in standins.CommonAttentionMetadata.__dataclass_fields__ if name != "_seq_lens_cpu"}
@@ -301,7 +324,7 @@ def test_the_standins_have_vllms_signatures() -> None:
     assert ({"_seq_lens_cpu", "_num_computed_tokens_cpu"} <= fields.keys()) != HAS_NEW_NAMES  # gone in 0.33
     for stand_in, real, names in (
         (standins.Builder, AttentionMetadataBuilder,
-         ("__init__", "build", "build_for_cudagraph_capture", "update_block_table", "get_cudagraph_support")),
+         ("__init__", "build", "build_for_cudagraph_capture", "get_cudagraph_support")),
         (standins.Impl, AttentionImpl, ("fused_output_quant_supported", "forward")),
     ):  # fmt: skip
         for name in names:

@@ -68,6 +68,7 @@ class Metadata:
 
 class Builder:
     reorder_batch_threshold: int | None = None
+    supports_update_block_table = True
     support = CGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -86,9 +87,6 @@ class Builder:
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
-
-    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
-        return dataclasses.replace(metadata, block_table=blk_table)
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
         pass
@@ -264,13 +262,13 @@ def make_layer(
     return Layer(name, backend, impl, head_size, kv_cache_dtype, cache, *(torch.tensor(scale) for scale in scales))
 
 
-def make_config(layers: Sequence[Layer], drafts: int = 0, max_num_seqs: int = 16) -> Any:
+def make_config(layers: Sequence[Layer], drafts: int = 0, max_num_seqs: int = 16, num_layers: int = 100) -> Any:
     names = types.SimpleNamespace
     return names(
         compilation_config=names(static_forward_context={layer.layer_name: layer for layer in layers}),
         speculative_config=names(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None,
         scheduler_config=names(max_num_seqs=max_num_seqs),
-        model_config=None,
+        model_config=names(get_total_num_hidden_layers=lambda: num_layers),
     )
 
 

@@ -26,9 +26,10 @@ class BackendNames:
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, *kv_cache_spec: Any) -> list[Any]:
-        """From 0.33 on vLLM passes the layer's spec, or none."""
+        """From 0.33 on vLLM passes the layer's spec, or none. Padded blocks cannot be cut."""
         sizes: list[Any] = super().get_supported_kernel_block_sizes(*kv_cache_spec)  # type: ignore[misc]
-        return compat.page_sizes(sizes)
+        padded = any(getattr(spec, "page_size_padded", None) is not None for spec in kv_cache_spec)
+        return sizes if padded else compat.page_sizes(sizes)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -86,7 +87,8 @@ def make_backend(fallback: Any, name: str = "MjolnirBackend") -> Any:
     builder = type("MjolnirMetadataBuilder", (DecodeBuilder, fallback.get_builder_cls()), dict(made))
     impl = type("MjolnirImpl", (DecodeImpl, fallback.get_impl_cls()), made | {"fallback": fallback})
     backend = type(name, (BackendNames, fallback), made | {"builder_class": builder, "impl_class": impl})
-    backend.mjolnir_class = backend  # type: ignore[attr-defined]
+    for derived in (builder, backend):
+        derived.mjolnir_class = derived  # type: ignore[attr-defined]
     return backend
 
 

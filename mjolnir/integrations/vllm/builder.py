@@ -31,12 +31,19 @@ class DecodeBuilder:
     """
 
     counters = counters.COUNTERS
+    mjolnir_class: Any = None  # the class itself: vLLM derives from builders to rewrite what they make
+
+    # vLLM takes builders of equal specs for alike, but one may have other query heads, or none that decode here, and
+    # graphs of each read its own buffers: each builds.
+    supports_update_block_table = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any,
                  **kwargs: Any) -> None:  # fmt: skip
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
         layers = compat.attention_layers(vllm_config, layer_names)
-        self.decoder, self.all_here = _make_decoder(layers, kv_cache_spec.block_size, vllm_config, device)
+        made = type(self)
+        rewritten = None if made is made.mjolnir_class else f"metadata that {made.__name__} rewrites"
+        self.decoder, self.all_here = _make_decoder(layers, kv_cache_spec.block_size, vllm_config, device, rewritten)
         self.shadow_every = env.vllm_shadow_every()
         self._steps = 0
         counters.log_at_exit()
@@ -80,18 +87,6 @@ class DecodeBuilder:
         with self.counters.capture():
             return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
 
-    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
-        """Plan again: the metadata may come from another builder, whose buffers this builder's graphs do not read."""
-        updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
-        step: Step | None = getattr(metadata, STEP, None)
-        if step is None:
-            return updated
-        if step.rest is not None or self.decoder is None or step.plans.keys() != self.decoder.runners.keys():
-            raise RuntimeError("update_block_table: the metadata is of a builder for other layers")
-        self._count(step.part)
-        setattr(updated, STEP, self.decoder.replan(step, blk_table))
-        return updated
-
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Plan again from the lengths as they are; a graph of draft steps captures it."""
         super().update_draft_decode_metadata(metadata)  # type: ignore[misc]
@@ -126,14 +121,14 @@ class DecodeBuilder:
 
 
 def _make_decoder(
-    layers: dict[str, Any], page_size: int, vllm_config: Any, device: torch.device
+    layers: dict[str, Any], page_size: int, vllm_config: Any, device: torch.device, rewritten: str | None
 ) -> tuple[GroupDecoder | None, bool]:
     """The decoder of a builder's layers, and whether it has all of them. Tells every layer's impl, and logs, which
-    decode on Mjolnir and why the others do not."""
+    decode on Mjolnir and why the others do not. ``rewritten``: a reason that holds for all."""
     against: dict[str, list[str]] = {}
     shapes: dict[LayerShape, list[str]] = {}
     for name, layer in layers.items():
-        reason = _why_not_layer(layer) or why_not_pages(page_size)
+        reason = _why_not_layer(layer) or rewritten or why_not_pages(page_size)
         if reason is None:
             shapes.setdefault(layer.impl.mjolnir_shape, []).append(name)
         else:
@@ -161,7 +156,7 @@ def _make_decoder(
             reasons = "; ".join(against) or f"{1 + compat.speculative_tokens(vllm_config)} query tokens per request"
             dtype = next(iter(own.values())).kv_cache_dtype
             raise ValueError(f"only Mjolnir reads {dtype} caches here, and it cannot decode every layer: {reasons}")
-        _read_scales(own, device)
+        _read_scales(own, vllm_config, device)
     for reason, names in against.items():
         for name in names:
             if hasattr(layers[name].impl, "mjolnir_reason"):
@@ -178,7 +173,7 @@ def _make_decoder(
     return decoder, bool(shapes) and not against
 
 
-def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
+def _read_scales(layers: dict[str, Any], vllm_config: Any, device: torch.device) -> None:
     """Give layers with caches of Mjolnir's own their scales, before any graph is captured.
 
     A draft model's nvfp4 layers keep vLLM's: the file is of the target, whose layers may have the same numbers.
@@ -195,7 +190,7 @@ def _read_scales(layers: dict[str, Any], device: torch.device) -> None:
     file = ScalesFile.load(path)
     rank, ranks = compat.tensor_parallel()
     for name, layer in layers.items():
-        if compat.is_draft(layer, name):
+        if compat.is_draft(layer, name, vllm_config):
             if layer.kv_cache_dtype == E2M3_NAME:
                 raise ValueError(
                     f"{name}: the scales file is not of a draft model: give it another cache, by kv_cache_dtype in "

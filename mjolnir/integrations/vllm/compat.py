@@ -23,6 +23,9 @@ DEFAULT_FALLBACK = "FLASH_ATTN"
 CACHE_LAYOUTS = dict.fromkeys(("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), KVLayout.BHN2D)
 """Logical layout of the cache tensors of these backends, in both releases."""
 
+READ_COPIES = ("FLASH_ATTN", "TRITON_ATTN")
+"""Backends whose metadata names pages and lengths as ``own_cache.expand`` takes and changes them."""
+
 _PER_REQUEST = frozenset(
     {
         "seq_lens",
@@ -132,9 +135,11 @@ def transfers_caches(vllm_config: Any) -> bool:
     return getattr(vllm_config, "kv_transfer_config", None) is not None
 
 
-def is_draft(layer: Any, name: str) -> bool:
-    """Whether a layer is a draft model's, whose numbers may be those of the target's layers."""
-    return bool(getattr(layer, "is_draft_layer", False)) or not {"draft_model", "mtp"}.isdisjoint(name.split("."))
+def is_draft(layer: Any, name: str, vllm_config: Any) -> bool:
+    """Whether a layer is a draft model's, whose numbers may be those of the target's layers, or follow them (EAGLE)."""
+    parts, layers = name.split("."), vllm_config.model_config.get_total_num_hidden_layers()
+    named = not {"draft_model", "mtp"}.isdisjoint(parts) or any(int(n) >= layers for n in parts if n.isdecimal())
+    return named or bool(getattr(layer, "is_draft_layer", False))
 
 
 def speculative_tokens(vllm_config: Any) -> int:

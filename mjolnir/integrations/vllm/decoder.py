@@ -89,11 +89,10 @@ class GroupDecoder:
             step.gather, step.scatter = (self._to_device(rows) for rows in ragged_rows(part.query_lens, part.q_len))
         return step
 
-    def replan(self, step: Step, block_table: torch.Tensor | None = None) -> Step:
-        """The same step, from the lengths as they are now, or with another block table; a graph may capture it."""
+    def replan(self, step: Step) -> Step:
+        """The same step, from the lengths as they are now; a graph may capture it."""
         old = next(iter(step.plans.values()))
-        table = old.block_table if block_table is None else block_table
-        return dataclasses.replace(step, plans=self._plans(step.part, table, old.seq_lens))
+        return dataclasses.replace(step, plans=self._plans(step.part, old.block_table, old.seq_lens))
 
     def _plans(self, part: DecodePart, block_table: torch.Tensor, seq_lens: torch.Tensor) -> dict[LayerShape, StepPlan]:
         return {

@@ -42,12 +42,13 @@ def describe(
             tensor_parallel.
         OSError: it cannot be read.
     """
+    without = "the server will stop" if kv_cache_dtype in OWN_NAMES else "everything runs on the fallback"
     report: dict[str, Any] = {
         "vllm": _version(),
         "plugin": _plugin(),
         "fallback": compat.fallback_name(),
         "choose it": "--attention-backend CUSTOM" + f" (from vLLM 0.33 also {plugin.OWN_NAME})",
-        "kernels": "yes" if backend == CUTE else f"no, everything runs on the fallback: {backend_reason}",
+        "kernels": "yes" if backend == CUTE else f"no, {without}: {backend_reason}",
     }
     if model is not None:
         for line, count in _layers(model, kv_cache_dtype, tensor_parallel, backend == CUTE).items():
@@ -106,6 +107,8 @@ def _layers(folder: Path, kv_cache_dtype: str, tensor_parallel: int, has_kernels
             reason = "no kernels for this device"
         if reason is None and isinstance(facts, LayerFacts):
             counts[f"decode on Mjolnir: {facts.shape()}"] += 1
+        elif kv_cache_dtype in OWN_NAMES and isinstance(facts, LayerFacts):  # no other backend reads such a cache
+            counts[f"the server will stop: {reason}"] += 1
         else:
             counts[f"on {compat.fallback_name()}: {reason}"] += 1
     return counts

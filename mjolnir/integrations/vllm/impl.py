@@ -64,13 +64,18 @@ class DecodeImpl:
             logits_soft_cap=logits_soft_cap,
             has_alibi=alibi_slopes is not None,
             has_sinks=extra.get("sinks") is not None,
-            other=tuple(name for name, value in extra.items() if name != "sinks" and value not in (None, False, -1)),
+            other=tuple(name for name, value in extra.items() if name != "sinks" and not _is_unset(value)),
             engine=compat.engine_reasons(vllm_config, self, self.fallback),
         )
         self.mjolnir_reason = why_not(facts)
         if kv_cache_dtype in OWN_NAMES and self.mjolnir_reason is not None:
             raise ValueError(
                 f"only Mjolnir reads {kv_cache_dtype} caches here, and not for this layer: {self.mjolnir_reason}"
+            )
+        if kv_cache_dtype in OWN_NAMES and compat.fallback_name() not in compat.READ_COPIES:
+            raise ValueError(
+                f"{env.VLLM_FALLBACK.name} must be one of {', '.join(compat.READ_COPIES)} for {kv_cache_dtype} caches, "
+                f"of which prefill reads copies, got {compat.fallback_name()}"
             )
         if kv_cache_dtype in OWN_NAMES and compat.transfers_caches(vllm_config):
             raise ValueError(
@@ -216,3 +221,8 @@ class DecodeImpl:
     # What the fallback's class brings.
     scale: float
     supports_quant_query_input: bool
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether an argument of a layer asks for nothing; a tensor does."""
+    return value is None or value is False or (isinstance(value, int) and value == -1)

@@ -144,8 +144,9 @@ def expand(views: Views, scales: LayerScales, shape: LayerShape, metadata: Any) 
     )  # fmt: skip
     changed = copy.copy(metadata)
     changed.block_table = torch.arange(len(pages), dtype=torch.int32, device=table.device).view(table.shape)
-    if hasattr(changed, "scheduler_metadata"):
-        changed.scheduler_metadata = None  # made for fp8, which vLLM takes every quantised cache for
+    for schedule in ("scheduler_metadata", "prefix_scheduler_metadata"):
+        if hasattr(changed, schedule):
+            setattr(changed, schedule, None)  # made for fp8, which vLLM takes every quantised cache for
     return cache, changed
 
 
