@@ -313,8 +313,8 @@ def test_padded_blocks_are_left_whole() -> None:
     """0.26 does not say which are."""
     backend = AttentionBackendEnum.CUSTOM.get_class()
     if HAS_NEW_NAMES:
-        assert select_common_block_size(528, [backend], SimpleNamespace(page_size_padded=999_424)) == 528
-        assert select_common_block_size(528, [backend], SimpleNamespace(page_size_padded=None)) == 16
+        assert select_common_block_size(528, [backend], [SimpleNamespace(page_size_padded=999_424)]) == 528
+        assert select_common_block_size(528, [backend], [SimpleNamespace(page_size_padded=None)]) == 16
 
 
 def test_the_standins_have_vllms_signatures() -> None:
