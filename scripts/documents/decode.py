@@ -150,6 +150,12 @@ def _shape(report: Report, batch: str, **changes: Any) -> Row:
     return next(row for row in report.rows if all(getattr(row, name) == value for name, value in wanted.items()))
 
 
+def _as_in_vllm(report: Report) -> str:
+    """µs of FlashAttention 3 and of ours, of the call that was profiled inside vLLM."""
+    row = next(row for row in report.rows if row.name == "32/8-16x8K-d128-p16-nhd-fp8-q1")
+    return MISSING if row.peers["fa3"] is None else f"{row.peers['fa3']:.0f} and {row.us:.0f}"
+
+
 def _slower(report: Report, **changes: Any) -> str:
     """How much longer, in percent, 64 x 8K takes with ``changes``."""
     return f"{100 * (_shape(report, '64x8K', **changes).us / _shape(report, '64x8K').us - 1):.0f}"
@@ -237,6 +243,7 @@ NUMBERS: Entries = {
     "decode.worst": ("decode.json", lambda report: f"{max(_ratios(report)):.2f}"),
     "decode.best-tb-s": ("decode.json", lambda report: f"{max(row.tb_s for row in report.rows):.2f}"),
     "decode.rel-err": ("decode.json", lambda report: f"{max(row.rel_err for row in report.rows):.1e}"),
+    "decode.in-vllm": ("decode.json", _as_in_vllm),
     "decode.small-pages": ("decode.json", lambda report: _slower(report, page_size=16)),
     "low-bit.long-least": ("decode.json", lambda report: f"{min(_low_bit_gains(report)):.0f}"),
     "low-bit.pieces-nvfp4": ("decode.json", lambda report: _short_pieces(report, "nvfp4")),

